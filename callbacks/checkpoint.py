@@ -1,0 +1,41 @@
+"""Checkpoints counted in rollouts."""
+
+import warnings
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class RolloutCheckpoint(ModelCheckpoint):
+    """Lightning's ModelCheckpoint, which counts optimizer steps, set up to save after every n rollouts.
+
+    Args:
+        every_n_rollouts: How often to save.
+        keep: Newest checkpoints to keep; -1 keeps all.
+    """
+
+    def __init__(self, every_n_rollouts: int = 10, keep: int = 2) -> None:
+        if every_n_rollouts < 1:
+            raise ValueError(f"every_n_rollouts={every_n_rollouts}: must be at least 1")
+        self.every_n_rollouts = every_n_rollouts
+        super().__init__(
+            filename="{step}",
+            monitor="step",
+            mode="max",
+            save_top_k=keep,
+            save_last="link",
+            every_n_train_steps=1,
+            save_on_train_epoch_end=False,
+        )
+        warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")  # after the update is right
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Convert rollouts to optimizer steps."""
+        self._every_n_train_steps = self.every_n_rollouts * pl_module.mini_batches
+        super().setup(trainer, pl_module, stage)
+
+    @property
+    def state_key(self) -> str:
+        """One state, however often it saves: a resumed run may choose another interval."""
+        return type(self).__qualname__

@@ -1,0 +1,39 @@
+"""Dual-GRPO: discrepancy has a price that never moves."""
+
+from typing import Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+
+class FixedPenalty(L.Callback):
+    r"""Charges each token a fixed multiple of its discrepancy.
+
+    Args:
+        multiplier: :math:`\lambda`.
+        threshold: Discrepancy that is free, c; 0 charges every token (Dual-GRPO), more is thresholded Dual-GRPO.
+        form: Above the threshold, ``hinge`` charges :math:`\lambda (\delta_t - c)` and ``gate``
+            :math:`\lambda \delta_t`.
+    """
+
+    def __init__(
+        self, multiplier: float = 0.1, threshold: float = 0.0, form: Literal["hinge", "gate"] = "hinge"
+    ) -> None:
+        if multiplier < 0:
+            raise ValueError(f"multiplier={multiplier}: must not be negative")
+        if threshold < 0:
+            raise ValueError(f"threshold={threshold}: must not be negative")
+        self.multiplier = multiplier
+        self.threshold = threshold
+        self.form = form
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Charge every step."""
+        pl_module.penalty = self.penalty
+
+    def penalty(self, delta: Tensor) -> Tensor:
+        """What tokens of these discrepancies are charged, (R,)."""
+        if self.form == "hinge":
+            return self.multiplier * (delta - self.threshold).clamp(min=0)
+        return self.multiplier * torch.where(delta > self.threshold, delta, 0.0)

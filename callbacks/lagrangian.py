@@ -1,0 +1,87 @@
+"""DC-GRPO's multiplier: the price of discrepancy, which rises while there is too much of it."""
+
+import logging
+import math
+from typing import Any, Literal
+
+import lightning as L
+from torch import Tensor
+
+from dclightning.discrepancy import sequence_mean, token_mean
+from dclightning.lagrangian import dual_ascent
+
+log = logging.getLogger(__name__)
+
+
+class LagrangianCallback(L.Callback):
+    r"""Charges each token :math:`\lambda \delta_t` and moves :math:`\lambda` by dual ascent once per training step.
+
+    The multiplier used in a step is the one before that step's update, and it is the same on every rank.
+
+    Args:
+        initial: :math:`\lambda_0`.
+        lr: The dual learning rate :math:`\eta`.
+        budget: The mean discrepancy that is tolerated, c.
+        min_multiplier: Lower bound of the multiplier.
+        max_multiplier: Upper bound of the multiplier.
+        aggregation: How the step's discrepancy is averaged: ``sequence``, over the tokens of each response and then
+            over responses, or ``token``, over all tokens.
+    """
+
+    def __init__(
+        self,
+        initial: float = 0.1,
+        lr: float = 1.0,
+        budget: float = 0.0037,
+        min_multiplier: float = 0.0,
+        max_multiplier: float = 1.0,
+        aggregation: Literal["sequence", "token"] = "sequence",
+    ) -> None:
+        if not 0 <= min_multiplier <= initial <= max_multiplier:
+            raise ValueError(
+                f"initial={initial}: must lie between min_multiplier={min_multiplier} and "
+                f"max_multiplier={max_multiplier}, and none may be negative"
+            )
+        if lr < 0:
+            raise ValueError(f"lr={lr}: must not be negative")
+        if budget < 0:
+            raise ValueError(f"budget={budget}: must not be negative")
+        self.multiplier = initial
+        self.lr = lr
+        self.budget = budget
+        self.bounds = (min_multiplier, max_multiplier)
+        self.aggregation = aggregation
+        self.history: list[float] = []
+        """The multiplier that each step so far was computed with."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Charge the first step."""
+        pl_module.penalty = self.penalty
+
+    def penalty(self, delta: Tensor) -> Tensor:
+        """What tokens of these discrepancies are charged, (R,)."""
+        return self.multiplier * delta
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the multiplier that the step used, then move it."""
+        delta, lengths = outputs["delta"], outputs["response_lengths"]
+        mean = (sequence_mean(delta, lengths) if self.aggregation == "sequence" else token_mean(delta)).item()
+        if not math.isfinite(mean):
+            log.warning("The step's mean discrepancy is %s: the multiplier stays at %g", mean, self.multiplier)
+        else:
+            pl_module.log("lagrangian/violation", mean - self.budget)
+            pl_module.log("discrepancy/over_budget", (delta > self.budget).float().mean())
+        pl_module.log("lagrangian/multiplier", self.multiplier, prog_bar=True)
+        self.history.append(self.multiplier)
+        self.multiplier = dual_ascent(self.multiplier, mean, self.budget, self.lr, self.bounds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The multiplier and its past."""
+        return {"multiplier": self.multiplier, "history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.multiplier = state_dict["multiplier"]
+        self.history = list(state_dict["history"])

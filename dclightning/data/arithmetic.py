@@ -1,0 +1,67 @@
+"""Two-operand arithmetic with worked answers: the problems of the quickstart's tiny model."""
+
+from collections.abc import Iterator
+from random import Random
+from zlib import crc32
+
+from dclightning.data.problems import Problem
+
+HELD_OUT_SHARE = 0.2
+"""Share of all pairs of operands that no training problem uses."""
+
+
+def arithmetic_problems(split: str, count: int | None = None, seed: int = 0) -> list[Problem]:
+    """Distinct sums, differences and products, in random order.
+
+    Args:
+        split: ``"train"`` or ``"test"``. The two never share a pair of operands: ``3 + 5`` and ``5 + 3`` are on the
+            same side.
+        count: How many problems; all there are by default.
+        seed: Decides the order. Which side a problem is on does not depend on it.
+
+    Raises:
+        ValueError: If there are fewer problems than ``count``.
+    """
+    exercises = [exercise for exercise in _exercises() if _held_out(*exercise) == (split == "test")]
+    if count is not None and count > len(exercises):
+        raise ValueError(f"count={count}: there are {len(exercises)} arithmetic problems in the {split} split")
+    Random(seed).shuffle(exercises)
+    return [
+        Problem(id=f"arithmetic-{a}{operator}{b}", problem=f"What is {a} {operator} {b}?", answer=str(answer))
+        for a, operator, b in exercises[:count]
+        for answer, _ in [work(a, operator, b)]
+    ]
+
+
+def work(a: int, operator: str, b: int) -> tuple[int, str]:
+    r"""Solve digit by digit, as the tiny model is taught to: ``5+7+0=12, 2+1+1=4. \boxed{42}`` for 25 + 17.
+
+    Returns:
+        The answer, and the working that ends in it.
+    """
+    steps, carry = [], 0
+    if operator == "*":
+        for x in reversed(str(a)):
+            total = int(x) * b + carry
+            steps.append(f"{x}*{b}+{carry}={total}")
+            carry = total // 10
+        answer = a * b
+    else:
+        sign = 1 if operator == "+" else -1
+        for x, y in zip(f"{a:02d}"[::-1], f"{b:02d}"[::-1], strict=True):
+            total = int(x) + sign * (int(y) + carry)
+            steps.append(f"{x}{operator}{y}{operator}{carry}={total}")
+            carry = int(not 0 <= total <= 9)
+        answer = a + sign * b
+    return answer, f"{', '.join(steps)}. \\boxed{{{answer}}}"
+
+
+def _exercises() -> Iterator[tuple[int, str, int]]:
+    yield from ((a, "+", b) for a in range(100) for b in range(100))
+    yield from ((a, "-", b) for a in range(100) for b in range(a + 1))
+    yield from ((a, "*", b) for a in range(1000) for b in range(10))
+
+
+def _held_out(a: int, operator: str, b: int) -> bool:
+    pair = f"{min(a, b)} {operator} {max(a, b)}"
+    return crc32(pair.encode()) < HELD_OUT_SHARE * 2**32

@@ -1,0 +1,187 @@
+"""Training policies: any causal language model of transformers, its token log-probs, its weights."""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from dclightning.attention import PACKED
+from dclightning.errors import UserError
+from dclightning.packing import Pack
+from dclightning.strategies import ParallelStrategy
+
+LOGITS_IN_A_CHUNK = 2**25
+"""Most FP32 logits that the log-probs hold at a time: 128 MiB."""
+
+
+def resolve_model(name: str) -> str:
+    """The folder of a model that ships with the package (``dclightning/...``); other names are returned as they are."""
+    if name.startswith("dclightning/"):
+        folder = Path(str(files("dclightning") / "assets" / name.removeprefix("dclightning/")))
+        if folder.is_dir():
+            return str(folder)
+    return name
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, by name or folder."""
+    return _from_pretrained(AutoTokenizer, name)
+
+
+def longest_context(name: str) -> int:
+    """The longest sequence that a model takes, in tokens."""
+    config = _from_pretrained(AutoConfig, name).get_text_config()
+    return int(getattr(config, "max_position_embeddings", 2**31))
+
+
+def load_policy(
+    name: str, strategy: Strategy, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False
+) -> PreTrainedModel:
+    """Load a causal language model for training, sharded as the strategy says, without dropout.
+
+    Without dropout the old log-probs and the first forward pass of the update are the same computation.
+    """
+    config = _from_pretrained(AutoConfig, name)
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for key, value in vars(part).items():
+            if isinstance(value, float) and (key.endswith("dropout") or key.endswith("pdrop")):
+                setattr(part, key, 0.0)
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": PACKED}
+    if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
+        options["distributed_config"] = _distributed_config(strategy)
+    model = _from_pretrained(AutoModelForCausalLM, name, **options)
+    if isinstance(strategy, ParallelStrategy) and strategy.world_size == 1:
+        # The same kind of parameters and checkpoints as on many ranks; without it one rank could not resume.
+        fully_shard(model, mesh=strategy.device_mesh["data_parallel"])
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    model.token_logprobs = MethodType(_token_logprobs, model)
+    register_fsdp_forward_method(model, "token_logprobs")
+    return model
+
+
+def token_logprobs(model: nn.Module, batch: Pack, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a pack's response tokens, and their distributions' entropies.
+
+    The head is applied to a chunk of tokens at a time, and again in the backward pass, so that logits never exist for
+    the whole batch. Softmax is in FP32.
+
+    Args:
+        model: From :func:`load_policy`.
+        batch: R response tokens.
+        temperature: The sampling temperature; logits are divided by it.
+        entropy: Whether to compute the entropies, which no gradient flows through.
+
+    Returns:
+        Log-probs, (R,) float32, and entropies in nats, (R,) float32, or zeros.
+    """
+    return model.token_logprobs(batch, temperature, entropy)
+
+
+def _token_logprobs(self: Any, batch: Pack, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    hidden = self.base_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        cu_seq_lens_q=batch.boundaries,
+        use_cache=False,
+    )[0][0]
+    hidden = hidden[batch.predictors]
+    head = self.get_output_embeddings()
+    chunk = max(1, LOGITS_IN_A_CHUNK // self.config.get_text_config().vocab_size)
+    run = partial(checkpoint, _head, use_reentrant=False) if torch.is_grad_enabled() else _head
+    parts = [
+        run(head, rows, targets, temperature, entropy)
+        for rows, targets in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)
+    ]
+    if not parts:
+        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _head(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    logits = head(hidden)
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    logits = logits.float() / temperature
+    logprobs = -cross_entropy(logits, targets, reduction="none")
+    if not entropy:
+        return logprobs, torch.zeros_like(logprobs)
+    with torch.no_grad():
+        everything = logits.log_softmax(-1)
+        return logprobs, -(everything.exp() * everything).sum(-1)
+
+
+@torch.no_grad()
+def check_token_logprobs(model: Any, name: str) -> None:
+    """Refuse a model whose packed, chunked log-probs are not those of its plain forward pass.
+
+    That is so for models that change their logits after the head (soft-capping, scaling) and for those whose layers
+    mix the sequences of a row (state-space models).
+    """
+    device = next(model.parameters()).device
+    ids = torch.arange(8, device=device) % model.config.get_text_config().vocab_size
+    sequence = torch.tensor([0, 1, 2, 3], device=device)
+    both = Pack(
+        input_ids=torch.cat([ids[:4], ids[:4].flip(0)])[None],
+        position_ids=torch.cat([sequence, sequence])[None],
+        boundaries=torch.tensor([0, 4, 8], device=device),
+        predictors=torch.arange(8, device=device),
+        targets=ids,
+        index=torch.arange(8, device=device),
+    )
+    packed, _ = token_logprobs(model, both, temperature=1.0)
+    model.set_attn_implementation("sdpa")
+    for half, row in ((slice(0, 4), both.input_ids[:, :4]), (slice(4, 8), both.input_ids[:, 4:])):
+        logits = model(input_ids=row, use_cache=False).logits[0]
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        plain = -cross_entropy(logits.float(), ids[half], reduction="none")
+        if (gap := (plain - packed[half]).abs().max().item()) > 0.1:
+            raise UserError(
+                f"model={name!r}: log-probs of packed sequences are off by {gap:.2g}; "
+                "models that change their logits after the head, or mix packed sequences, are not supported"
+            )
+    model.set_attn_implementation(PACKED)
+
+
+@torch.no_grad()
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All weights by the names of the model's checkpoint, whole, one at a time; every rank must iterate."""
+    names = {name for name, _ in model.named_parameters()}  # each tied weight once
+    for name, weight in model.state_dict().items():
+        if name in names:
+            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(resolve_model(name), **options)
+    except OSError as error:
+        raise UserError(
+            f"model={name!r}: no such folder, and no model of that name can be had from the hub"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"model={name!r}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _distributed_config(strategy: ParallelStrategy) -> Any:
+    from transformers import DistributedConfig
+
+    return DistributedConfig(
+        fsdp_size=strategy.world_size // strategy.tensor_parallel_size,
+        tp_size=strategy.tensor_parallel_size,
+        ep_size=strategy.expert_parallel_size,
+        fsdp_mixed_precision=strategy.mixed_precision,
+    )

@@ -1,0 +1,253 @@
+"""Problems in, rollouts out: the loader generates when the trainer asks, with the weights of that moment."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+
+from dclightning.data.problems import Problem, load_problems
+from dclightning.errors import UserError
+from dclightning.models import load_tokenizer, longest_context, resolve_model
+from dclightning.phases import phases
+from dclightning.rewards.math import MathReward
+from dclightning.rollout.engine import RolloutEngine
+from dclightning.rollout.types import Completion, Rollout, Sampling
+from dclightning.seeds import derive_seed, seed_all
+
+Reward = Callable[[Sequence[Problem], Sequence[Completion]], Sequence[float | None]]
+"""Scores each completion against its problem; None where it cannot."""
+
+
+class RolloutDataModule(L.LightningDataModule):
+    """Streams rollouts: problems, prompts, the engine's responses, their rewards.
+
+    One batch is one rollout. An epoch is one pass over the problems; what does not fill a last rollout waits for the
+    next epoch's order.
+
+    Args:
+        problems: A JSONL file, the name of problems that ship with the package, or a list.
+        engine: Samples the responses.
+        reward: Scores them: an object such as ``MathReward()``, or a plain function of problems and completions.
+        prompts_per_step: Problems in a rollout, over all ranks.
+        group_size: Responses to each of them.
+        sampling: How training responses are drawn. Truncated support (top_p, top_k, min_p) and temperature 0 are
+            refused, because the trainer could not compute the sampled tokens' true probabilities.
+        validation_problems: For each benchmark's name, its problems.
+        validation_sampling: How validation responses are drawn.
+        validation_samples: Responses to each validation problem, k of avg@k.
+        validation_limit: Use only so many problems of each benchmark.
+        system_prompt: Goes before each problem as a system message.
+        prompt_template: Turns a problem into the user's message; ``{problem}`` stands for it.
+        seed: Decides the order of the problems and every sampled token.
+    """
+
+    def __init__(
+        self,
+        problems: str | list[Problem],
+        engine: RolloutEngine,
+        reward: Reward = MathReward(),
+        prompts_per_step: int = 64,
+        group_size: int = 8,
+        sampling: Sampling = Sampling(),
+        validation_problems: dict[str, str] | None = None,
+        validation_sampling: Sampling = Sampling(max_tokens=32768, temperature=0.7),
+        validation_samples: int = 1,
+        validation_limit: int | None = None,
+        system_prompt: str | None = None,
+        prompt_template: str = "{problem}",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if prompts_per_step < 1:
+            raise ValueError(f"prompts_per_step={prompts_per_step}: must be at least 1")
+        if group_size < 2:
+            raise ValueError(f"group_size={group_size}: must be at least 2, for an advantage compares siblings")
+        if validation_samples < 1:
+            raise ValueError(f"validation_samples={validation_samples}: must be at least 1")
+        if not sampling.covers_all_tokens:
+            raise ValueError(
+                f"sampling={sampling}: training needs temperature > 0, top_p=1, top_k=0 and min_p=0, "
+                "or the sampled tokens' probabilities would not be those that the trainer computes"
+            )
+        if "{problem}" not in prompt_template:
+            raise ValueError(f"prompt_template={prompt_template!r}: must contain {{problem}}")
+        self.problems = problems
+        self.engine = engine
+        self.reward = reward
+        self.prompts_per_step = prompts_per_step
+        self.group_size = group_size
+        self.sampling = sampling
+        self.validation_problems = validation_problems or {}
+        self.validation_sampling = validation_sampling
+        self.validation_samples = validation_samples
+        self.validation_limit = validation_limit
+        self.system_prompt = system_prompt
+        self.prompt_template = prompt_template
+        self.seed = seed
+        self.step = 0
+        """Rollouts drawn so far: with the seed, all there is to know about where in the data the run stands."""
+
+    def setup(self, stage: str) -> None:
+        """Read the problems and start the engine."""
+        model = self.trainer.lightning_module.model_name
+        self.tokenizer = load_tokenizer(model)
+        self.benchmarks = {
+            name: load_problems(source)[: self.validation_limit] for name, source in self.validation_problems.items()
+        }
+        longest = self._longest(
+            [p for problems in self.benchmarks.values() for p in problems], self.validation_sampling
+        )
+        if stage == "fit":
+            self.training_problems = load_problems(self.problems)
+            if len(self.training_problems) < self.prompts_per_step:
+                raise UserError(
+                    f"prompts_per_step={self.prompts_per_step}: problems={self.problems!r} "
+                    f"has only {len(self.training_problems)}"
+                )
+            if self.prompts_per_step % self._replicas:
+                raise UserError(
+                    f"prompts_per_step={self.prompts_per_step}: must be a multiple of the {self._replicas} "
+                    "data-parallel ranks"
+                )
+            longest = max(longest, self._longest(self.training_problems, self.sampling))
+        elif not self.benchmarks:
+            raise UserError("validation_problems is empty: name at least one benchmark and its problems")
+        if longest > (limit := longest_context(model)):
+            raise UserError(
+                f"max_tokens: the longest prompt and response make {longest} tokens, model={model!r} takes {limit}"
+            )
+        self.engine.start(resolve_model(model), longest)
+
+    def train_dataloader(self) -> "RolloutLoader":
+        """Rollouts from where the run stands to the end of the epoch."""
+        per_epoch = len(self.training_problems) // self.prompts_per_step
+
+        def rollouts() -> Iterator[Rollout]:
+            for _ in range(self.step % per_epoch, per_epoch):
+                yield self.next_rollout()
+
+        return RolloutLoader(rollouts, per_epoch)
+
+    def val_dataloader(self) -> list["RolloutLoader"]:
+        """For each benchmark, rollouts of about the size of a training rollout."""
+        return [self._benchmark_loader(name, problems) for name, problems in self.benchmarks.items()]
+
+    def test_dataloader(self) -> list["RolloutLoader"]:
+        """The same as for validation."""
+        return self.val_dataloader()
+
+    def next_rollout(self) -> Rollout:
+        """Draw this rank's share of the next training step's rollout."""
+        per_epoch = len(self.training_problems) // self.prompts_per_step
+        epoch, index = divmod(self.step, per_epoch)
+        order = torch.randperm(
+            len(self.training_problems), generator=torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
+        ).tolist()
+        chosen = order[index * self.prompts_per_step : (index + 1) * self.prompts_per_step]
+        share = len(chosen) // self._replicas
+        problems = [self.training_problems[i] for i in chosen[self._rank * share : (self._rank + 1) * share]]
+        seed = derive_seed(self.seed, "rollout", self.step, self._rank)
+        self.step += 1
+        return self.draw(problems, self.sampling, self.group_size, seed)
+
+    def draw(self, problems: list[Problem], sampling: Sampling, group_size: int, seed: int) -> Rollout:
+        """Sample and score ``group_size`` responses to each problem."""
+        # Rewards and callbacks may use the global generators: from here on they, too, depend on the seed alone.
+        seed_all(seed)
+        prompts = [self.encode(problem) for problem in problems]
+        with phases("rollout"):
+            completions = self.engine.generate(prompts, sampling, group_size, seed)
+        with phases("reward"):
+            texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+            for completion, text in zip(completions, texts, strict=True):
+                completion.text = text
+            rewards = self._score([p for p in problems for _ in range(group_size)], completions)
+        prompts = [ids for ids in prompts for _ in range(group_size)]
+        return Rollout(
+            token_ids=torch.tensor(
+                [token for ids, c in zip(prompts, completions, strict=True) for token in (*ids, *c.token_ids)]
+            ),
+            prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
+            response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
+            rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
+            rewards=rewards,
+            truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
+            group_size=group_size,
+            temperature=sampling.temperature,
+            weight_version=self.engine.version,
+        )
+
+    def encode(self, problem: Problem) -> list[int]:
+        """The prompt's token ids, through the chat template if the tokenizer has one."""
+        text = self.prompt_template.replace("{problem}", problem.problem)
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer(f"{self.system_prompt}\n{text}" if self.system_prompt else text)["input_ids"]
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages.append({"role": "user", "content": text})
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the data the run stands; the same on every rank."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there."""
+        self.step = state_dict["step"]
+
+    def teardown(self, stage: str) -> None:
+        """Shut the engine down."""
+        self.engine.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Shut the engine down: on an error nothing calls ``teardown``."""
+        self.engine.close()
+
+    def _benchmark_loader(self, name: str, problems: list[Problem]) -> "RolloutLoader":
+        mine = problems[self._rank :: self._replicas]
+        size = max(1, self.prompts_per_step * self.group_size // self._replicas // self.validation_samples)
+        chunks = [mine[i : i + size] for i in range(0, len(mine), size)]
+
+        def rollouts() -> Iterator[Rollout]:
+            for i, chunk in enumerate(chunks):
+                # The same seed each time: two evaluations differ by the policy, not by luck.
+                seed = derive_seed(self.seed, "validation", name, i, self._rank)
+                yield self.draw(chunk, self.validation_sampling, self.validation_samples, seed)
+
+        return RolloutLoader(rollouts, len(chunks))
+
+    def _score(self, problems: list[Problem], completions: list[Completion]) -> torch.Tensor:
+        rewards = self.reward(problems, completions)
+        if len(rewards) != len(completions):
+            name = getattr(self.reward, "__qualname__", type(self.reward).__name__)
+            raise UserError(f"reward {name}: returned {len(rewards)} rewards for {len(completions)} completions")
+        return torch.tensor([float("nan") if r is None else float(r) for r in rewards])
+
+    def _longest(self, problems: list[Problem], sampling: Sampling) -> int:
+        return max((len(self.encode(problem)) for problem in problems), default=0) + sampling.max_tokens
+
+    @property
+    def _replicas(self) -> int:
+        return int((self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+    @property
+    def _rank(self) -> int:
+        return int((self.trainer.distributed_sampler_kwargs or {}).get("rank", 0))
+
+
+class RolloutLoader:
+    """Rollouts, drawn one at a time when they are asked for.
+
+    It has a length because Lightning fetches one batch ahead from loaders without: that one would have been sampled
+    with stale weights.
+    """
+
+    def __init__(self, rollouts: Callable[[], Iterator[Rollout]], length: int) -> None:
+        self.rollouts = rollouts
+        self.length = length
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return self.rollouts()
+
+    def __len__(self) -> int:
+        return self.length

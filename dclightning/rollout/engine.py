@@ -1,0 +1,30 @@
+"""What a rollout engine has to do. One engine samples for one data-parallel rank."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from dclightning.rollout.types import Completion, Sampling
+
+
+class RolloutEngine(Protocol):
+    """Samples responses from the inference policy."""
+
+    version: int
+    """Training steps that the engine's weights have seen."""
+
+    def start(self, model: str, max_length: int) -> None:
+        """Load the model, once; sequences will have at most ``max_length`` tokens, prompt included."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, group_size: int, seed: int) -> list[Completion]:
+        """Draw ``group_size`` responses to each prompt, those of a prompt side by side.
+
+        The result depends on the weights and the arguments alone.
+        """
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights, given by their names in the model's own checkpoint."""
+
+    def close(self) -> None:
+        """Free what the engine holds; it can be started again."""

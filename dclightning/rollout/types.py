@@ -1,0 +1,104 @@
+"""What passes between the rooms: sampling settings, completions, and rollouts (one training step's batch)."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn."""
+
+    max_tokens: int = 8192
+    """Longest response, in tokens."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep only the k likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must not be negative")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1")
+
+    @property
+    def covers_all_tokens(self) -> bool:
+        """Whether every token can be drawn with the probability that the trainer computes."""
+        return self.temperature > 0 and self.top_p == 1 and self.top_k <= 0 and self.min_p == 0
+
+
+@dataclass
+class Completion:
+    """One response as the engine sampled it."""
+
+    token_ids: list[int]
+    """The sampled tokens, the end-of-sequence token included."""
+    logprobs: list[float]
+    """Log-probability of each of them under the inference policy, at the sampling temperature."""
+    finish_reason: Literal["stop", "length"]
+    """``length`` if the response was cut off."""
+    text: str = ""
+    """The decoded response, for rewards and for people; training never sees it."""
+
+
+@dataclass
+class Rollout:
+    """The responses of one training step: ragged, so everything that belongs to tokens is flat.
+
+    B sequences of N tokens in all, R of them response tokens. The responses to one prompt are side by side.
+    """
+
+    token_ids: Tensor
+    """Prompt and response of each sequence, one sequence after another. (N,) int64"""
+    prompt_lengths: Tensor
+    """(B,) int64"""
+    response_lengths: Tensor
+    """(B,) int64"""
+    rollout_logprobs: Tensor
+    """Log-probability of each response token under the inference policy. (R,) float32"""
+    rewards: Tensor
+    """NaN where a response could not be scored. (B,) float32"""
+    truncated: Tensor
+    """Whether the response was cut off. (B,) bool"""
+    group_size: int
+    """Responses to a prompt."""
+    temperature: float
+    """Sampling temperature; the training policy's logits are divided by it, too."""
+    weight_version: int
+    """Training steps that the engine's weights had seen."""
+
+    @property
+    def sequence_starts(self) -> Tensor:
+        """Where each sequence starts in ``token_ids``. (B,) int64"""
+        lengths = self.prompt_lengths + self.response_lengths
+        return lengths.cumsum(0) - lengths
+
+    @property
+    def response_starts(self) -> Tensor:
+        """Where each response starts among the response tokens. (B,) int64"""
+        return self.response_lengths.cumsum(0) - self.response_lengths
+
+    @property
+    def response_ids(self) -> Tensor:
+        """The response tokens. (R,) int64"""
+        return torch.cat([ids for _, ids in self.sequences()]) if len(self) else self.token_ids
+
+    def sequences(self) -> list[tuple[Tensor, Tensor]]:
+        """Prompt and response ids of each sequence."""
+        parts = torch.stack([self.prompt_lengths, self.response_lengths], dim=1).flatten().tolist()
+        pieces = self.token_ids.split(parts)
+        return list(zip(pieces[::2], pieces[1::2], strict=True))
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Rollout":
+        """Move every tensor; takes what ``torch.Tensor.to`` takes."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Rollout(**{k: v.to(*args, **kwargs) if isinstance(v, Tensor) else v for k, v in values.items()})
