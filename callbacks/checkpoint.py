@@ -30,7 +30,7 @@ class RolloutCheckpoint(ModelCheckpoint):
         )
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")  # after the update is right
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         """Convert rollouts to optimizer steps."""
         self._every_n_train_steps = self.every_n_rollouts * pl_module.mini_batches
         super().setup(trainer, pl_module, stage)

@@ -1,6 +1,6 @@
 """Dual-GRPO: discrepancy has a price that never moves."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -28,7 +28,7 @@ class FixedPenalty(L.Callback):
         self.threshold = threshold
         self.form = form
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Charge every step."""
         pl_module.penalty = self.penalty
 

@@ -54,7 +54,7 @@ class LagrangianCallback(L.Callback):
         self.history: list[float] = []
         """The multiplier that each step so far was computed with."""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Charge the first step."""
         pl_module.penalty = self.penalty
 

@@ -1,13 +1,19 @@
 """Training policies: any causal language model of transformers, its token log-probs, its weights."""
 
+import socket
 from collections.abc import Iterator
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.errors import HFValidationError
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -55,7 +61,7 @@ def load_policy(
     config = _from_pretrained(AutoConfig, name)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for key, value in vars(part).items():
-            if isinstance(value, float) and (key.endswith("dropout") or key.endswith("pdrop")):
+            if isinstance(value, float) and key.endswith(("dropout", "pdrop")):
                 setattr(part, key, 0.0)
     options: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": PACKED}
     if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
@@ -72,7 +78,7 @@ def load_policy(
     return model
 
 
-def token_logprobs(model: nn.Module, batch: Pack, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: Any, batch: Pack, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor]:
     """Log-probabilities of a pack's response tokens, and their distributions' entropies.
 
     The head is applied to a chunk of tokens at a time, and again in the backward pass, so that logits never exist for
@@ -87,7 +93,8 @@ def token_logprobs(model: nn.Module, batch: Pack, temperature: float, entropy: b
     Returns:
         Log-probs, (R,) float32, and entropies in nats, (R,) float32, or zeros.
     """
-    return model.token_logprobs(batch, temperature, entropy)
+    logprobs, entropies = model.token_logprobs(batch, temperature, entropy)
+    return logprobs, entropies
 
 
 def _token_logprobs(self: Any, batch: Pack, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -166,14 +173,26 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    path = resolve_model(name)
+    if not Path(path).is_dir() and not _hub_answers(path):
+        raise UserError(f"model={name!r}: no such folder, and the hub cannot be reached")
     try:
-        return kind.from_pretrained(resolve_model(name), **options)
+        return kind.from_pretrained(path, **options)
     except OSError as error:
-        raise UserError(
-            f"model={name!r}: no such folder, and no model of that name can be had from the hub"
-        ) from error
+        raise UserError(f"model={name!r}: no such folder, and the hub does not have it") from error
     except ValueError as error:
         raise UserError(f"model={name!r}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether a model may be had by name; without a network transformers would retry for a minute to find out."""
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str) or getproxies():
+            return True
+        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
+    except (OSError, HFValidationError):
+        return False
+    return True
 
 
 def _distributed_config(strategy: ParallelStrategy) -> Any:

@@ -220,7 +220,7 @@ class GRPOModule(L.LightningModule):
         step = self.trainer.fit_loop.total_batch_idx
         if rollout.weight_version != step:
             log.warning(
-                "Stale weights: rollout %d was sampled with the weights of step %d. Is the WeightSync callback missing?",
+                "Stale weights: rollout %d was sampled with the weights of step %d. Is the WeightSync callback there?",
                 step,
                 rollout.weight_version,
             )
@@ -319,4 +319,4 @@ class GRPOModule(L.LightningModule):
         """Mean over the values of all ranks; 0 if there are none."""
         values = values.double()
         total, count = self._sum(torch.stack([values.sum(), torch.ones_like(values).sum()]))
-        return (total / count.clamp(min=1)).float()
+        return torch.div(total, count.clamp(min=1)).float()

@@ -41,7 +41,7 @@ def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's objective of each token, ``min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; any shape, to be maximised."""
+    """PPO's objective of each token, ``min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, to be maximised."""
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 

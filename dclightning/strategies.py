@@ -94,7 +94,9 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
         if parameter.grad is not None:
             by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
     norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
-    total = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
+    )
     for group in by_mesh.values():
         clip_grads_with_norm_(group, max_norm, total)
     return total

@@ -1,13 +1,15 @@
 """Teach the tiny model that ships in ``dclightning/assets``: about one million parameters, one character a token.
 
-Supervised learning on worked arithmetic, stopped early, so that reinforcement learning has something left to do::
+Supervised learning from a teacher who knows how to calculate but slips now and then. The model learns both, and its
+answers to one problem differ; that variety is what reinforcement learning needs, to find that slips do not pay::
 
-    python scripts/teach_tiny_model.py --steps 600 --out dclightning/assets/tiny-arithmetic
+    python scripts/teach_tiny_model.py --out dclightning/assets/tiny-arithmetic
 """
 
 import argparse
 import re
 from pathlib import Path
+from random import Random
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -61,12 +63,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def encode_examples(tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_examples(
+    tokenizer: PreTrainedTokenizerFast, slip: float, copies: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels of every training problem, (N, T) each; prompts and padding are not learnt."""
     rows = []
-    for problem in arithmetic_problems("train", seed=seed):
+    random = Random(seed)
+    for problem in arithmetic_problems("train", seed=seed) * copies:
         a, operator, b = re.findall(r"\d+|[-+*]", problem.problem)
-        _, working = work(int(a), operator, int(b))
+        _, working = work(int(a), operator, int(b), slip, random)
         question = [{"role": "user", "content": problem.problem}]
         prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
         answer = tokenizer(working)["input_ids"] + [tokenizer.eos_token_id]
@@ -80,12 +85,12 @@ def encode_examples(tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[torc
     return ids, labels
 
 
-def teach(out: Path, steps: int, batch: int, lr: float, seed: int) -> None:
+def teach(out: Path, steps: int, batch: int, lr: float, slip: float, seed: int) -> None:
     """Train from scratch for ``steps`` steps and write model and tokenizer to ``out``."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
-    ids, labels = encode_examples(tokenizer, seed)
+    ids, labels = encode_examples(tokenizer, slip, copies=4, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
     for step in range(steps):
@@ -110,5 +115,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--slip", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=0)
     teach(**vars(parser.parse_args()))

@@ -33,26 +33,32 @@ def arithmetic_problems(split: str, count: int | None = None, seed: int = 0) -> 
     ]
 
 
-def work(a: int, operator: str, b: int) -> tuple[int, str]:
+def work(a: int, operator: str, b: int, slip: float = 0.0, random: Random | None = None) -> tuple[int, str]:
     r"""Solve digit by digit, as the tiny model is taught to: ``5+7+0=12, 2+1+1=4. \boxed{42}`` for 25 + 17.
+
+    Args:
+        a: First operand; for ``-`` it must not be the smaller one.
+        operator: ``+``, ``-`` or ``*``.
+        b: Second operand; for ``*`` a single digit.
+        slip: Probability that a step is off by one. The steps after it build on the wrong result.
+        random: Where slips come from.
 
     Returns:
         The answer, and the working that ends in it.
     """
-    steps, carry = [], 0
-    if operator == "*":
-        for x in reversed(str(a)):
-            total = int(x) * b + carry
-            steps.append(f"{x}*{b}+{carry}={total}")
-            carry = total // 10
-        answer = a * b
-    else:
-        sign = 1 if operator == "+" else -1
-        for x, y in zip(f"{a:02d}"[::-1], f"{b:02d}"[::-1], strict=True):
-            total = int(x) + sign * (int(y) + carry)
-            steps.append(f"{x}{operator}{y}{operator}{carry}={total}")
-            carry = int(not 0 <= total <= 9)
-        answer = a + sign * b
+    digits = str(a)[::-1] if operator == "*" else f"{a:02d}"[::-1]
+    others = str(b) * len(digits) if operator == "*" else f"{b:02d}"[::-1]
+    steps, answer, carry = [], 0, 0
+    for position, (x, y) in enumerate(zip(digits, others, strict=True)):
+        joint = "-" if operator == "-" else "+"
+        total = {"+": int(x) + int(y) + carry, "-": int(x) - int(y) - carry, "*": int(x) * int(y) + carry}[operator]
+        if random is not None and random.random() < slip:
+            total += random.choice((-1, 1))
+        steps.append(f"{x}{operator}{y}{joint}{carry}={total}")
+        answer += total * 10**position
+        carry = abs(total // 10)
+        answer -= total // 10 * 10 ** (position + 1)
+    answer += (-carry if operator == "-" else carry) * 10 ** len(digits)
     return answer, f"{', '.join(steps)}. \\boxed{{{answer}}}"
 
 

@@ -67,8 +67,9 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError(f"validation_samples={validation_samples}: must be at least 1")
         if not sampling.covers_all_tokens:
             raise ValueError(
-                f"sampling={sampling}: training needs temperature > 0, top_p=1, top_k=0 and min_p=0, "
-                "or the sampled tokens' probabilities would not be those that the trainer computes"
+                f"sampling: temperature={sampling.temperature}, top_p={sampling.top_p}, top_k={sampling.top_k}, "
+                f"min_p={sampling.min_p}: training needs temperature > 0, top_p=1, top_k=0, min_p=0, or tokens would "
+                "have other probabilities than the trainer computes"
             )
         if "{problem}" not in prompt_template:
             raise ValueError(f"prompt_template={prompt_template!r}: must contain {{problem}}")
@@ -90,7 +91,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the problems and start the engine."""
-        model = self.trainer.lightning_module.model_name
+        trainer: Any = self.trainer
+        model = trainer.lightning_module.model_name
         self.tokenizer = load_tokenizer(model)
         self.benchmarks = {
             name: load_problems(source)[: self.validation_limit] for name, source in self.validation_problems.items()
@@ -182,10 +184,12 @@ class RolloutDataModule(L.LightningDataModule):
         """The prompt's token ids, through the chat template if the tokenizer has one."""
         text = self.prompt_template.replace("{problem}", problem.problem)
         if self.tokenizer.chat_template is None:
-            return self.tokenizer(f"{self.system_prompt}\n{text}" if self.system_prompt else text)["input_ids"]
-        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        messages.append({"role": "user", "content": text})
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+            encoded = self.tokenizer(f"{self.system_prompt}\n{text}" if self.system_prompt else text)
+        else:
+            messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+            messages.append({"role": "user", "content": text})
+            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return list(encoded["input_ids"])
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the data the run stands; the same on every rank."""
@@ -228,11 +232,17 @@ class RolloutDataModule(L.LightningDataModule):
 
     @property
     def _replicas(self) -> int:
-        return int((self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+        return self._sampler.get("num_replicas", 1)
 
     @property
     def _rank(self) -> int:
-        return int((self.trainer.distributed_sampler_kwargs or {}).get("rank", 0))
+        return self._sampler.get("rank", 0)
+
+    @property
+    def _sampler(self) -> dict[str, int]:
+        """The strategy's axis of ranks that hold different data."""
+        trainer: Any = self.trainer
+        return trainer.distributed_sampler_kwargs or {}
 
 
 class RolloutLoader:

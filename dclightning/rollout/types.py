@@ -1,6 +1,6 @@
 """What passes between the rooms: sampling settings, completions, and rollouts (one training step's batch)."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -100,5 +100,9 @@ class Rollout:
 
     def to(self, *args: Any, **kwargs: Any) -> "Rollout":
         """Move every tensor; takes what ``torch.Tensor.to`` takes."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Rollout(**{k: v.to(*args, **kwargs) if isinstance(v, Tensor) else v for k, v in values.items()})
+        moved: dict[str, Any] = {
+            field.name: value.to(*args, **kwargs)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)

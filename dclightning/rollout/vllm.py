@@ -25,7 +25,8 @@ class VLLMEngine:
         quantization: One of vLLM's online quantisations, such as ``fp8`` (GPU) or ``fp8_per_channel`` (also CPU): every
             sync quantises the trainer's weights anew. None leaves them in ``dtype``.
         dtype: Of weights and activations: ``auto`` (as the model says), ``float32``, ``bfloat16`` or ``float16``.
-        kv_cache_gib: Memory of the KV cache. By default 1 GiB on a CPU, and ``gpu_memory_utilization`` decides on a GPU.
+        kv_cache_gib: Memory of the KV cache. By default 1 GiB on a CPU, and what ``gpu_memory_utilization`` leaves on a
+            GPU.
         gpu_memory_utilization: Share of the GPU that vLLM may use, weights included.
         tensor_parallel_size: GPUs that one engine spans. Only 1 can run at present.
         enforce_eager: Whether to run without CUDA graphs and torch.compile; by default so on a CPU only.

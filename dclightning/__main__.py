@@ -1,0 +1,51 @@
+"""The ``dclightning`` command: finds the module that a subcommand lives in. Help costs no heavy import."""
+
+import os
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "fit": ("dclightning.cli", "train a policy"),
+    "validate": ("dclightning.cli", "evaluate the deployed policy on the validation problems"),
+    "test": ("dclightning.cli", "the same, under the test names"),
+    "report": ("dclightning.report", "print what a run has achieved"),
+}
+
+USAGE = """usage: dclightning COMMAND [OPTIONS]
+
+GRPO under a train-inference discrepancy constraint, on PyTorch Lightning and vLLM.
+
+{commands}
+
+dclightning COMMAND --help shows a command's options, dclightning --version the version."""
+
+
+def main() -> None:
+    """Run the command line; exits with 2 if the user can mend what is wrong."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE.format(commands="\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items())))
+        return
+    if arguments[0] == "--version":
+        from dclightning import __version__
+
+        print(__version__)
+        return
+    if arguments[0] not in COMMANDS:
+        sys.exit(_complain(f"{arguments[0]!r} is not a command; there are {', '.join(COMMANDS)}"))
+    sys.path.insert(0, os.getcwd())  # users name their own rewards and callbacks by import path
+    from dclightning.errors import UserError
+
+    try:
+        import_module(COMMANDS[arguments[0]][0]).main(arguments)
+    except UserError as error:
+        sys.exit(_complain(f"{arguments[0]}: {error}"))
+
+
+def _complain(message: str) -> int:
+    print(f"dclightning: error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

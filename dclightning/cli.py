@@ -1,0 +1,163 @@
+"""``dclightning fit``, ``validate`` and ``test``: Lightning's CLI; typed signatures are the config's schema."""
+
+import logging
+import os
+import sys
+import warnings
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from dclightning.errors import UserError
+from dclightning.module import GRPOModule
+from dclightning.rollout.datamodule import RolloutDataModule
+
+LOG_FILE = "run.log"
+
+
+class DCLightningCLI(LightningCLI):
+    """Lightning's CLI with one seed, ``--ckpt_path last`` across runs, and a log file in the run's folder."""
+
+    def __init__(self, arguments: list[str], chatter: MemoryHandler) -> None:
+        self.chatter = chatter
+        quiet = {"exit_on_error": False}
+        super().__init__(
+            GRPOModule,
+            RolloutDataModule,
+            args=arguments,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            trainer_defaults={"log_every_n_steps": 1, "num_sanity_val_steps": -1, "use_distributed_sampler": False},
+            parser_kwargs={**quiet, **dict.fromkeys(self.subcommands(), quiet)},
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Those of Lightning's that make sense here."""
+        excluded = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": excluded, "validate": excluded, "test": excluded}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """One seed for all."""
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    def _parse_ckpt_path(self) -> None:
+        """Flags and configs say how to run; a checkpoint only where from (Lightning would let it override them).
+
+        https://github.com/Lightning-AI/pytorch-lightning/issues/21455
+        """
+
+    def before_instantiate_classes(self) -> None:
+        """Resolve ``--ckpt_path last``: the newest run of this name is continued in its own folder."""
+        config = self.config[self.subcommand]
+        logger = config.trainer.logger
+        path = config.get("ckpt_path")
+        if path not in (None, "last", "best", "hpc", "registry") and not Path(path).exists():
+            raise UserError(f"ckpt_path={path!r}: no such file")
+        if path != "last" or not hasattr(logger, "init_args"):
+            return
+        folder = Path(logger.init_args.save_dir) / (logger.init_args.name or "")
+        version = logger.init_args.version
+        pattern = "*" if version is None else version if isinstance(version, str) else f"version_{version}"
+        found = sorted(folder.glob(f"{pattern}/checkpoints/last.ckpt"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise UserError(f"ckpt_path='last': there is no checkpoint in {folder} yet")
+        config.ckpt_path = str(found[-1])
+        if self.subcommand == "fit":
+            logger.init_args.version = found[-1].parent.parent.name
+
+    def instantiate_classes(self) -> None:
+        """Build everything; a value that a class refuses is the user's to mend."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
+            raise UserError(_one_line(error)) from error
+        _write_log(self.chatter, self.trainer.log_dir)
+
+    def fit(self, model: GRPOModule, **kwargs: Any) -> None:
+        """Train; what fails before the first step is reported in one line, with the rest in the log file."""
+        self._run(self.trainer.fit, model, **kwargs)
+
+    def validate(self, model: GRPOModule, **kwargs: Any) -> None:
+        """Evaluate on the validation problems."""
+        self._run(self.trainer.validate, model, **kwargs)
+
+    def test(self, model: GRPOModule, **kwargs: Any) -> None:
+        """Evaluate on the validation problems, under the test names."""
+        self._run(self.trainer.test, model, **kwargs)
+
+    def _run(self, stage: Any, model: GRPOModule, **kwargs: Any) -> None:
+        try:
+            stage(model, **kwargs)
+        except (ValueError, OSError, MisconfigurationException) as error:
+            logging.getLogger(__name__).debug("Failed", exc_info=True)
+            if isinstance(error, UserError) or self.trainer.fit_loop.total_batch_idx < 0:
+                raise UserError(_one_line(error)) from error
+            raise
+
+    def after_fit(self) -> None:
+        """Say where everything is."""
+        if self.trainer.is_global_zero and self.trainer.log_dir:
+            print(f"The run is in {os.path.relpath(self.trainer.log_dir)}")
+
+
+def main(arguments: list[str]) -> None:
+    """Run a subcommand with its options."""
+    chatter = _catch_logs()
+    try:
+        DCLightningCLI(arguments, chatter)
+    except ArgumentError as error:
+        raise UserError(_one_line(error)) from error
+
+
+def _catch_logs() -> MemoryHandler:
+    """Keep what libraries have to say off the terminal; our own warnings stay on it."""
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM then logs like any other library
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    chatter = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
+    logging.basicConfig(handlers=[chatter], level=logging.INFO, force=True)
+    logging.captureWarnings(True)
+    warnings.filterwarnings("ignore", "Found .* module.* in eval mode")  # as meant: dropout would spoil the ratios
+    for name in list(logging.root.manager.loggerDict):  # no library writes to the terminal by itself
+        logger = logging.getLogger(name)
+        if any(isinstance(handler, logging.StreamHandler) for handler in logger.handlers):
+            logger.handlers.clear()
+            logger.propagate = True
+    ours = logging.StreamHandler(sys.stderr)
+    ours.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    ours.setLevel(logging.WARNING)
+    logging.getLogger("dclightning").addHandler(ours)
+    logging.getLogger("dclightning").setLevel(logging.DEBUG)
+    return chatter
+
+
+def _write_log(chatter: MemoryHandler, folder: str | None) -> None:
+    """Send what was caught so far, and all that comes, to the log file."""
+    if folder is None:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    target = logging.FileHandler(Path(folder) / LOG_FILE)
+    target.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    chatter.setTarget(target)
+    chatter.flush()
+    logging.getLogger().removeHandler(chatter)
+    logging.getLogger().addHandler(target)
+
+
+def _one_line(error: Exception) -> str:
+    message = " ".join(str(error).split())
+    head, union, rest = message.partition(" - Expected a path but ")
+    if not union:
+        head, union, rest = message.partition(" Does not validate against any of the Union subtypes ")
+    if not union:
+        return message
+    # A reason for each type that was tried: the first is the type that was meant.
+    reason = rest.partition(" Errors: - ")[2].split(" - ")[0].partition(" Given value type")[0]
+    return f"{head} {reason}. Got value: {rest.rpartition(' Given value: ')[2]}"

@@ -1,0 +1,75 @@
+"""``dclightning report``: what a run has achieved, from its TensorBoard log."""
+
+import argparse
+import os
+from pathlib import Path
+
+from dclightning.errors import UserError
+
+ROWS = {
+    "mean reward": "train/reward",
+    "mean discrepancy δ̄": "discrepancy/sequence_mean",
+    "multiplier λ": "lagrangian/multiplier",
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table of a run."""
+    parser = argparse.ArgumentParser(prog="dclightning report", description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's folder, or one that holds runs: then the newest")
+    run = newest_run(parser.parse_args(arguments[1:]).run)
+    print_report(run, read_scalars(run))
+
+
+def newest_run(folder: Path) -> Path:
+    """The folder itself if it holds a TensorBoard log, else the folder of the newest log below it."""
+    logs = sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        raise UserError(f"run={str(folder)!r}: there is no TensorBoard log")
+    return logs[-1].parent
+
+
+def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of every scalar of a run; a step that was logged again, after a resume, counts once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    return {
+        tag: sorted({event.step: event.value for event in log.Scalars(tag)}.items()) for tag in log.Tags()["scalars"]
+    }
+
+
+def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None:
+    """Print first and last values, where things are, and what to do next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{len(scalars.get('train/reward', []))} rollouts", title_justify="left")
+    table.add_column("")
+    table.add_column("first", justify="right")
+    table.add_column("last", justify="right")
+    evaluations = [tag for tag in scalars if tag.startswith("val/") and "/avg@" in tag]
+    for tag in sorted(evaluations):
+        _, benchmark, policy, metric = tag.split("/")
+        _add_row(table, f"{benchmark}: {metric} of the {policy} policy", scalars[tag])
+    for label, tag in ROWS.items():
+        if tag in scalars:
+            _add_row(table, label, scalars[tag])
+    console = Console(soft_wrap=True)
+    console.print(table)
+    folder = os.path.relpath(run)
+    last = run / "checkpoints" / "last.ckpt"
+    console.print(f"run          {folder}", highlight=False)
+    console.print(f"log          {folder}/run.log", highlight=False)
+    if last.exists():
+        console.print(f"checkpoints  {folder}/checkpoints", highlight=False)
+    console.print("\nnext:", highlight=False)
+    console.print(f"  tensorboard --logdir {os.path.relpath(run.parent)}", highlight=False)
+    if last.exists():
+        config = f"--config {folder}/config.yaml"
+        console.print(f"  dclightning validate {config} --ckpt_path {folder}/checkpoints/last.ckpt", highlight=False)
+        console.print(f"  dclightning fit {config} --ckpt_path last --trainer.max_epochs 2", highlight=False)
+
+
+def _add_row(table: object, label: str, series: list[tuple[int, float]]) -> None:
+    table.add_row(label, f"{series[0][1]:.4g}", f"{series[-1][1]:.4g}")  # type: ignore[attr-defined]
