@@ -43,8 +43,9 @@ class DCLightningCLI(LightningCLI):
         return {"fit": excluded, "validate": excluded, "test": excluded}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """One seed for all."""
+        """One seed for all, and the default reward in a form that a saved config can hold."""
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+        parser.set_defaults({"data.reward": {"class_path": "dclightning.MathReward"}})
 
     def _parse_ckpt_path(self) -> None:
         """Flags and configs say how to run; a checkpoint only where from (Lightning would let it override them).

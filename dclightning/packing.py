@@ -58,13 +58,13 @@ def micro_batches(lengths: list[int], budget: int, count: int = 1) -> list[list[
     Args:
         lengths: Tokens of each sequence.
         budget: Most tokens in a micro-batch. A longer sequence gets one of its own.
-        count: The fewest micro-batches to make. Ranks that share a model must all make the same number.
+        count: The fewest micro-batches to make, at least 1. Ranks that share a model must all make the same number.
 
     Returns:
-        Indices into ``lengths``, each once; no micro-batch is empty unless there are fewer sequences than ``count``.
+        Indices into ``lengths``, each once. No micro-batch is empty unless there are fewer sequences than ``count``.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = max(count, -(-sum(lengths) // budget), 1)
+    count = max(count, min(-(-sum(lengths) // budget), len(lengths)))
     while True:
         batches: list[list[int]] = [[] for _ in range(count)]
         loads = [0] * count

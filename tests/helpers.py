@@ -1,0 +1,75 @@
+"""Real rollouts without an engine: token ids and log-probs are given, everything downstream is the product."""
+
+import lightning as L
+import torch
+
+from dclightning import AdamW, GRPOModule, Rollout
+from dclightning.rollout.datamodule import RolloutLoader
+
+TINY = "dclightning/tiny-arithmetic"
+
+
+def random_rollout(lengths, group_size=2, prompt=5, rewards=None, seed=0, temperature=1.0, version=0) -> Rollout:
+    generator = torch.Generator().manual_seed(seed)
+    count = len(lengths)
+    prompts = torch.tensor([prompt + i % 3 for i in range(count)])
+    responses = torch.tensor(lengths)
+    total = int(prompts.sum() + responses.sum())
+    return Rollout(
+        token_ids=torch.randint(4, 100, (total,), generator=generator),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        rollout_logprobs=-torch.rand(int(responses.sum()), generator=generator) * 3 - 0.01,
+        rewards=torch.tensor(rewards or [float(i % 2) for i in range(count)]),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        group_size=group_size,
+        temperature=temperature,
+        weight_version=version,
+    )
+
+
+class GivenRollouts(L.LightningDataModule):
+    def __init__(self, rollouts):
+        super().__init__()
+        self.rollouts = rollouts
+
+    def train_dataloader(self):
+        return RolloutLoader(lambda: iter(self.rollouts), len(self.rollouts))
+
+
+class Recorder(L.Callback):
+    """Keeps what each step gave and logged, and the first optimizer step's gradients."""
+
+    def __init__(self):
+        self.outputs, self.metrics, self.gradients = [], [], None
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if self.gradients is None:
+            self.gradients = {
+                name: p.grad.clone() for name, p in pl_module.model.named_parameters() if p.grad is not None
+            }
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.outputs.append(outputs)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+
+def train(rollouts, callbacks=(), model=TINY, lr=1e-3, max_grad_norm=float("inf"), **options) -> tuple:
+    """Fit on given rollouts; returns the module and what was recorded."""
+    options = {"mini_batches": 1, "micro_batch_tokens": 10_000, **options}
+    module = GRPOModule(model, optimizer=AdamW(lr=lr, eps=1e-8, max_grad_norm=max_grad_norm), **options)
+    recorder = Recorder()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, recorder],
+    )
+    trainer.fit(module, GivenRollouts(rollouts))
+    return module, recorder

@@ -1,0 +1,120 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+from transformers import Qwen3MoeForCausalLM
+
+from dclightning import models
+from dclightning.errors import UserError
+from dclightning.models import check_token_logprobs, load_policy, named_weights, resolve_model, token_logprobs
+from dclightning.packing import pack
+from tests.helpers import TINY, random_rollout
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
+    "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=False)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4)),
+    "gpt2-dropout": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
+}
+
+
+def saved(tmp_path, model):
+    model.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def reference(path, rollout):
+    """Log-probs of each response token, one sequence at a time through transformers' own attention."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    logprobs, entropies = [], []
+    for prompt, response in rollout.sequences():
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / rollout.temperature
+        everything = logits.log_softmax(-1)
+        logprobs.append(everything.gather(-1, response[:, None])[:, 0])
+        entropies.append(-(everything.exp() * everything).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_packed_chunked_logprobs_equal_transformers_one_by_one(tmp_path, monkeypatch, family):
+    monkeypatch.setattr(models, "LOGITS_IN_A_CHUNK", 700)  # 7 tokens a chunk
+    path = saved(tmp_path, FAMILIES[family]())
+    rollout = random_rollout([3, 9, 1, 0, 6], temperature=0.7)
+    policy = load_policy(path, None)
+    check_token_logprobs(policy, path)
+    got, entropy = token_logprobs(policy, pack(rollout, [0, 1, 2, 3, 4]), 0.7, entropy=True)
+    want, want_entropy = reference(path, rollout)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(entropy, want_entropy, atol=2e-5, rtol=1e-4)
+
+
+def test_gradients_do_not_depend_on_the_chunks_nor_on_checkpointing(tmp_path, monkeypatch):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    rollout = random_rollout([3, 9, 1, 6])
+
+    def gradients(chunk, checkpointing=False):
+        monkeypatch.setattr(models, "LOGITS_IN_A_CHUNK", chunk)
+        policy = load_policy(path, None, gradient_checkpointing=checkpointing)
+        token_logprobs(policy, pack(rollout, [0, 1, 2, 3]), 1.0)[0].sum().backward()
+        return torch.cat([p.grad.flatten().double() for p in policy.parameters()])
+
+    whole = gradients(2**20)
+    for other in (gradients(300), gradients(2**20, checkpointing=True)):
+        assert (whole - other).norm() / whole.norm() < 1e-6
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_gone_in_either_mode(tmp_path, checkpointing):
+    path = saved(tmp_path, FAMILIES["gpt2-dropout"]())
+    policy = load_policy(path, None, gradient_checkpointing=checkpointing)
+    packed = pack(random_rollout([3, 4]), [0, 1])
+    torch.testing.assert_close(token_logprobs(policy, packed, 1.0)[0], token_logprobs(policy, packed, 1.0)[0])
+
+
+def test_a_soft_capped_model_is_refused(tmp_path):
+    path = saved(tmp_path, Gemma2ForCausalLM(Gemma2Config(**SMALL)))
+    policy = load_policy(path, None)
+    with pytest.raises(UserError, match="Gemma2Attention"):
+        check_token_logprobs(policy, path)
+
+
+def test_logits_changed_after_the_head_are_noticed(tmp_path):
+    config = Gemma2Config(**SMALL, attn_logit_softcapping=None, final_logit_softcapping=0.1)
+    path = saved(tmp_path, Gemma2ForCausalLM(config))
+    with pytest.raises(UserError, match="off by"):
+        check_token_logprobs(load_policy(path, None), path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_weight_is_named_once_as_in_the_checkpoint(tmp_path, tied):
+    path = saved(tmp_path, FAMILIES["qwen3" if tied else "qwen3-untied"]())
+    names = [name for name, _ in named_weights(load_policy(path, None))]
+    assert len(names) == len(set(names))
+    assert ("lm_head.weight" in names) is not tied
+    assert "model.embed_tokens.weight" in names
+
+
+def test_bundled_model_is_small_and_goes_by_name():
+    policy = load_policy(TINY, None)
+    assert sum(p.numel() for p in policy.parameters()) < 1_050_000
+    assert sum(f.stat().st_size for f in models.Path(resolve_model(TINY)).iterdir()) <= 4 * 2**20
+
+
+@pytest.mark.parametrize("name", ["nowhere/at-all", "./no/such/folder"])
+def test_an_unknown_model_is_one_line(name):
+    with pytest.raises(UserError, match=f"model='{name}': no such folder"):
+        load_policy(name, None)
