@@ -12,19 +12,19 @@ from tests.helpers import TINY, random_rollout
 
 SMALL = {
     "vocab_size": 100,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
     "max_position_embeddings": 64,
 }
 FAMILIES = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
     "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=False)),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+        Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     ),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4)),
     "gpt2-dropout": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=64)),

@@ -97,9 +97,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.benchmarks = {
             name: load_problems(source)[: self.validation_limit] for name, source in self.validation_problems.items()
         }
-        longest = self._longest(
-            [p for problems in self.benchmarks.values() for p in problems], self.validation_sampling
-        )
+        longest = max((self._longest(p, self.validation_sampling) for p in self.benchmarks.values()), default=0)
         if stage == "fit":
             self.training_problems = load_problems(self.problems)
             if len(self.training_problems) < self.prompts_per_step:
@@ -228,7 +226,7 @@ class RolloutDataModule(L.LightningDataModule):
         return torch.tensor([float("nan") if r is None else float(r) for r in rewards])
 
     def _longest(self, problems: list[Problem], sampling: Sampling) -> int:
-        return max((len(self.encode(problem)) for problem in problems), default=0) + sampling.max_tokens
+        return max(len(self.encode(problem)) for problem in problems) + sampling.max_tokens
 
     @property
     def _replicas(self) -> int:

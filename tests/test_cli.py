@@ -1,0 +1,129 @@
+"""The command line as a user meets it: in a process of its own, in a folder of the user's."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+SHORT = ["--config", QUICKSTART, "--data.prompts_per_step", "4", "--data.validation_limit", "4"]
+
+
+def dclightning(*arguments, cwd, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "dclightning", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=300,
+        **options,
+    )
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, dclightning.__main__ as m; sys.argv = ['dclightning', '--help']; m.main(); print(len(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "fit" in done.stdout
+    assert int(done.stdout.split()[-1]) < 200  # torch alone brings over a thousand
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["dance"], "'dance' is not a command"),
+        (["fit", "--config", QUICKSTART, "--model.optimizer.lrr", "1"], "lrr"),
+        (["fit", "--config", QUICKSTART, "--model.optimizer.lr", "fast"], "model.optimizer.lr"),
+        (["fit", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["fit", "--config", QUICKSTART, "--model.model", "nowhere/at-all"], "model='nowhere/at-all': no such folder"),
+        (["fit", "--config", QUICKSTART, "--data.problems", "nowhere.jsonl"], "problems='nowhere.jsonl'"),
+        (["fit", "--config", QUICKSTART, "--data.sampling.top_p", "0.8"], "top_p=0.8"),
+        (["fit", "--config", QUICKSTART, "--ckpt_path", "last"], "ckpt_path='last': there is no checkpoint"),
+        (["fit", "--config", QUICKSTART, "--ckpt_path", "nowhere.ckpt"], "ckpt_path='nowhere.ckpt': no such file"),
+        (["fit", "--config", QUICKSTART, "--trainer.callbacks+=nowhere.Callback"], "nowhere"),
+        (["fit", "--config", QUICKSTART, "--data.engine.init_args.quantization", "fp8"], "quantization='fp8'"),
+        (["report", "nowhere"], "run='nowhere'"),
+    ],
+)
+@pytest.mark.slow
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, named):
+    done = dclightning(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert done.stderr.startswith("dclightning: error: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_its_report_its_checkpoint_and_the_users_own_code(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import lightning as L\n"
+        "class Hello(L.Callback):\n"
+        "    def on_train_start(self, trainer, pl_module):\n"
+        "        open('hello.txt', 'w').close()\n"
+        "def digits(problems, completions):\n"
+        "    return [sum(c.text.count(d) for d in '12345') for c in completions]\n"
+    )
+    own = ["--data.reward", "mine.digits", "--trainer.callbacks+=mine.Hello"]
+    every = ["--trainer.callbacks.every_n_rollouts", "1"]  # of the callback before
+    checkpoint = ["--trainer.callbacks+=dclightning.callbacks.RolloutCheckpoint", *every]
+    done = dclightning("fit", *SHORT, "--trainer.limit_train_batches", "2", *checkpoint, *own, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hello.txt").exists()
+    assert "rollout 2/2" in done.stderr
+    assert "vllm" not in (done.stdout + done.stderr).lower()  # its chatter is in the log
+    run = tmp_path / "runs" / "quickstart" / "version_0"
+    assert "vllm" in (run / "run.log").read_text()
+    assert (run / "config.yaml").exists()
+
+    report = dclightning("report", "runs", cwd=tmp_path)
+    assert report.returncode == 0
+    for text in ("2 rollouts", "avg@4 of the deployed policy", "mean reward", "multiplier", "version_0/checkpoints"):
+        assert text in report.stdout
+
+    config = ["--config", str(run / "config.yaml")]
+    resumed = dclightning("fit", *config, "--ckpt_path", "last", "--trainer.max_epochs", "2", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "rollout 4/4" in resumed.stderr
+    assert "rollout 2/" not in resumed.stderr
+    assert not (run.parent / "version_1").exists()  # continued in its own folder
+
+    checked = dclightning("validate", *config, "--ckpt_path", "last", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert "val/arithmetic/deployed/avg@4" in checked.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_leaves_nothing_behind(tmp_path, number):
+    command = [sys.executable, "-m", "dclightning", "fit", *SHORT]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DCLIGHTNING_TEST": str(tmp_path)}
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    for line in process.stderr:
+        if "rollout 1/" in line:
+            break
+    process.send_signal(number)
+    process.stderr.read()
+    assert process.wait(60) != 0
+    time.sleep(0.5)
+    left = [
+        path.name
+        for path in Path("/proc").iterdir()
+        if path.name.isdigit() and str(tmp_path).encode() in _environment(path)
+    ]
+    assert not left
+
+
+def _environment(process):
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,166 @@
+"""The real engine against transformers on the same weights."""
+
+import math
+
+import pytest
+import torch
+
+from dclightning import Sampling, VLLMEngine
+from dclightning.errors import UserError
+from dclightning.models import load_policy, load_tokenizer, named_weights, resolve_model, token_logprobs
+from dclightning.packing import pack
+from dclightning.rollout.types import Rollout
+from tests.helpers import TINY
+from tests.test_models import FAMILIES, saved
+
+PROMPTS = [[6, 40, 41, 42, 7], [6, 50, 51, 7], [6, 60, 61, 62, 63, 7]]
+
+
+def as_rollout(prompts, completions, group_size, temperature):
+    prompts = [ids for ids in prompts for _ in range(group_size)]
+    rows = list(zip(prompts, completions, strict=True))
+    return Rollout(
+        token_ids=torch.tensor([token for ids, c in rows for token in (*ids, *c.token_ids)]),
+        prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
+        response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
+        rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
+        rewards=torch.zeros(len(rows)),
+        truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
+        group_size=group_size,
+        temperature=temperature,
+        weight_version=0,
+    )
+
+
+@torch.no_grad()
+def trainer_logprobs(model, rollout):
+    return token_logprobs(model, pack(rollout, list(range(len(rollout)))), rollout.temperature)[0]
+
+
+@torch.no_grad()
+def greedy(model, prompt, length, end=None):
+    ids = list(prompt)
+    model.set_attn_implementation("eager")
+    for _ in range(length):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == end:
+            break
+    model.set_attn_implementation("dclightning_packed")
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def fp32_engine():
+    """The tiny model in FP32: nothing but kernels between it and transformers."""
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625)
+    engine.start(resolve_model(TINY), max_length=128)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_logprobs_are_the_trainers_at_every_temperature(fp32_engine, temperature):
+    model = load_policy(TINY, None)
+    fp32_engine.load_weights(named_weights(model), 0)
+    completions = fp32_engine.generate(PROMPTS, Sampling(max_tokens=40, temperature=temperature), 4, seed=1)
+    rollout = as_rollout(PROMPTS, completions, 4, temperature)
+    gap = (trainer_logprobs(model, rollout) - rollout.rollout_logprobs).abs()
+    assert gap.median() < 1e-4
+    assert gap.max() < 1e-2
+
+
+def test_the_end_token_is_sampled_trained_on_and_has_a_logprob(fp32_engine):
+    tokenizer = load_tokenizer(TINY)
+    question = [{"role": "user", "content": "What is 12 + 34?"}]
+    prompt = list(tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"])
+    completions = fp32_engine.generate([prompt], Sampling(max_tokens=60), 4, seed=0)
+    for completion in completions:
+        assert completion.finish_reason == "stop"
+        assert completion.token_ids[-1] == tokenizer.eos_token_id
+        assert len(completion.logprobs) == len(completion.token_ids)
+    (cut,) = fp32_engine.generate([prompt], Sampling(max_tokens=3), 1, seed=0)
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 3)
+
+
+def test_a_seed_decides_every_token(fp32_engine):
+    sampling = Sampling(max_tokens=30, temperature=1.5)
+
+    def draw(seed):
+        return [c.token_ids for c in fp32_engine.generate(PROMPTS, sampling, 4, seed)]
+
+    first = draw(0)
+    assert draw(1) != first
+    assert draw(0) == first
+    assert len({tuple(ids) for ids in first[:4]}) > 1  # the responses to one prompt differ
+
+
+def test_sampling_leaves_the_callers_random_state_alone(fp32_engine):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    fp32_engine.generate(PROMPTS, Sampling(max_tokens=5), 1, seed=9)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_logprobs_are_finite(fp32_engine):
+    completions = fp32_engine.generate(PROMPTS, Sampling(max_tokens=20, temperature=2.0), 8, seed=0)
+    assert all(math.isfinite(logprob) and logprob <= 1e-4 for c in completions for logprob in c.logprobs)
+
+
+# From here on engines come and go: closing one ends the process group that they share.
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-untied", "qwen3-moe"])
+def test_after_a_sync_the_engine_is_the_trainers_model(tmp_path, family):
+    path = saved(tmp_path, FAMILIES[family]())
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625)
+    engine.start(path, max_length=64)
+    try:
+        model = load_policy(path, None)
+        for version in (1, 2):  # the second sync meets what the first left behind
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            engine.load_weights(named_weights(model), version)
+            assert engine.version == version
+            completions = engine.generate(PROMPTS, Sampling(max_tokens=20, temperature=0.0), 1, seed=0)
+            for prompt, completion in zip(PROMPTS, completions, strict=True):
+                assert completion.token_ids == greedy(model, prompt, len(completion.token_ids))
+            completions = engine.generate(PROMPTS, Sampling(max_tokens=20), 2, seed=0)
+            rollout = as_rollout(PROMPTS, completions, 2, 1.0)
+            gap = trainer_logprobs(model, rollout) - rollout.rollout_logprobs
+            assert gap.abs().max() < 1e-3
+    finally:
+        engine.close()
+
+
+def test_fp8_rounds_and_a_sync_rounds_like_a_fresh_load():
+    model = load_policy(TINY, None)
+    engine = VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)
+    engine.start(resolve_model(TINY), max_length=64)
+    try:
+        sampling = Sampling(max_tokens=30)
+        fresh = engine.generate(PROMPTS, sampling, 4, seed=0)
+        engine.load_weights(((name, weight + 0.1) for name, weight in named_weights(model)), 1)
+        other = engine.generate(PROMPTS, sampling, 4, seed=0)
+        engine.load_weights(named_weights(model), 2)
+        back = engine.generate(PROMPTS, sampling, 4, seed=0)
+    finally:
+        engine.close()
+    assert [c.logprobs for c in other] != [c.logprobs for c in fresh]
+    assert [(c.token_ids, c.logprobs) for c in back] == [(c.token_ids, c.logprobs) for c in fresh]
+    rollout = as_rollout(PROMPTS, fresh, 4, 1.0)
+    delta = (trainer_logprobs(model, rollout).exp() - rollout.rollout_logprobs.exp()).abs()
+    assert 1e-5 < delta.mean() < 0.05  # real, and small
+
+
+def test_a_cpu_cannot_do_every_quantisation():
+    with pytest.raises(UserError, match="quantization='fp8': vLLM has no CPU kernel"):
+        VLLMEngine("fp8").start(resolve_model(TINY), 64)
+    with pytest.raises(UserError, match="vLLM cannot serve"):
+        VLLMEngine("fp8_per_channel", dtype="float32").start(resolve_model(TINY), 64)
+
+
+def test_a_float32_engine_with_another_cache_is_refused():
+    engine = VLLMEngine(dtype="float32", options={"kv_cache_dtype": "bfloat16"})
+    with pytest.raises(UserError, match="computes garbage"):
+        engine.start(resolve_model(TINY), 64)

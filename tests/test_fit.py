@@ -1,0 +1,220 @@
+"""The main job on the real engine: FP8 rollouts, FP32 training, small and short."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngine
+from dclightning.callbacks import FixedPenalty, Histograms, LagrangianCallback, RolloutCheckpoint, WeightSync
+from dclightning.errors import UserError
+from dclightning.report import read_scalars
+from tests.helpers import TINY
+
+pytestmark = pytest.mark.slow
+
+
+class Trace(L.Callback):
+    """What each rollout was and what came of it; optionally a Ctrl-C."""
+
+    def __init__(self, interrupt_at=None):
+        self.rows, self.interrupt_at = [], interrupt_at
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.fit_loop.total_batch_idx == self.interrupt_at:
+            raise KeyboardInterrupt
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        metrics = trainer.callback_metrics
+        multiplier = next((c.multiplier for c in trainer.callbacks if isinstance(c, LagrangianCallback)), None)
+        self.rows.append(
+            {
+                "rollout": trainer.fit_loop.total_batch_idx,
+                "tokens": batch.token_ids.tolist(),
+                "rollout_logprobs": batch.rollout_logprobs.tolist(),
+                "delta": outputs["delta"].tolist(),
+                "loss": float(metrics["train/loss"]),
+                "grad_norm": float(metrics["train/grad_norm"]),
+                "lr": float(metrics["train/lr"]),
+                "multiplier": multiplier,
+            }
+        )
+
+
+def fit(
+    folder,
+    callbacks=(),
+    rollouts=3,
+    ckpt_path=None,
+    trace=None,
+    epochs=1,
+    schedule="constant",
+    reward=None,
+    validate=False,
+    **data,
+):
+    trace = trace or Trace()
+    module = GRPOModule(
+        TINY, optimizer=AdamW(lr=1e-3, schedule=schedule, warmup=2), mini_batches=2, micro_batch_tokens=300
+    )
+    datamodule = RolloutDataModule(
+        "dclightning/arithmetic-train",
+        VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625),
+        **({"reward": reward} if reward else {}),
+        **{"prompts_per_step": 4, "group_size": 4, "sampling": Sampling(max_tokens=40), **data},
+        validation_problems={"arithmetic": "dclightning/arithmetic-test"} if validate else None,
+        validation_sampling=Sampling(max_tokens=40, temperature=0.7),
+        validation_samples=2,
+        validation_limit=10,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        limit_train_batches=rollouts,
+        callbacks=[WeightSync(), *callbacks, trace],
+        logger=TensorBoardLogger(folder, name="run", version="", default_hp_metric=False),
+        enable_checkpointing=any(isinstance(c, RolloutCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        num_sanity_val_steps=-1,
+    )
+    try:
+        trainer.fit(module, datamodule, ckpt_path=ckpt_path)
+    except SystemExit:  # Lightning's answer to Ctrl-C
+        assert trace.interrupt_at is not None
+    return module, trace.rows
+
+
+def same_weights(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("budget", [1e-4, 0.02])  # below and above what FP8 costs
+def test_logged_multiplier_follows_the_logged_discrepancy(tmp_path, budget):
+    lr, initial = 20.0, 0.5
+    fit(tmp_path, [LagrangianCallback(initial, lr, budget), Histograms(1)], rollouts=4)
+    scalars = read_scalars(tmp_path / "run")
+    multipliers = [value for _, value in scalars["lagrangian/multiplier"]]
+    means = [value for _, value in scalars["discrepancy/sequence_mean"]]
+    assert [step for step, _ in scalars["lagrangian/multiplier"]] == [0, 1, 2, 3]
+    expected = initial
+    for logged, mean in zip(multipliers, means, strict=True):
+        assert logged == pytest.approx(expected, abs=1e-6)
+        expected = min(max(expected + lr * (mean - budget), 0.0), 1.0)
+    assert (multipliers[-1] > initial) == (budget < min(means))
+    assert set(DOCUMENTED) <= set(scalars)
+
+
+DOCUMENTED = [
+    *("train/reward", "train/response_length", "train/truncated_fraction", "train/loss", "train/grad_norm"),
+    *("train/clip_fraction", "train/entropy", "train/approx_kl", "train/lr"),
+    *("discrepancy/sequence_mean", "discrepancy/token_mean", "discrepancy/p99", "discrepancy/max"),
+    *("discrepancy/over_budget", "lagrangian/multiplier", "lagrangian/violation", "lagrangian/penalty_mean"),
+    *("lagrangian/penalty_max", "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"),
+    *("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max", "training/rollout_probs_diff_std"),
+    *("time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "time/sync_s"),
+    *("perf/rollout_tokens_per_s", "perf/train_tokens_per_s"),
+]
+
+
+def test_interrupted_anywhere_and_resumed_equals_uninterrupted(tmp_path):
+    def callbacks():
+        return [LagrangianCallback(0.5, 20.0, 1e-3), RolloutCheckpoint(every_n_rollouts=1, keep=1)]
+
+    # Three epochs of three rollouts, with a learning rate that moves.
+    options = {"rollouts": 3, "epochs": 3, "schedule": "cosine"}
+    whole, rows = fit(tmp_path / "whole", callbacks(), **options)
+    assert [row["rollout"] for row in rows] == list(range(9))
+    assert len({tuple(row["tokens"]) for row in rows}) == 9
+    for stop in (1, 3, 5):  # inside an epoch, at its start, at its end
+        folder = tmp_path / f"stopped-{stop}"
+        _, before = fit(folder, callbacks(), trace=Trace(interrupt_at=stop), **options)
+        resumed, after = fit(folder, callbacks(), ckpt_path=folder / "run" / "checkpoints" / "last.ckpt", **options)
+        assert before + after == rows
+        assert same_weights(resumed, whole)
+
+
+def test_a_multiplier_that_stays_zero_is_plain_grpo_bit_for_bit(tmp_path):
+    plain, rows = fit(tmp_path / "grpo")
+    priced, priced_rows = fit(tmp_path / "dc", [LagrangianCallback(initial=0.0, lr=1.0, budget=1.0)])
+    assert same_weights(plain, priced)
+    for a, b in zip(rows, priced_rows, strict=True):
+        assert {**a, "multiplier": 0.0} == b
+    fixed, _ = fit(tmp_path / "dual", [FixedPenalty(1.0)])
+    assert not same_weights(plain, fixed)
+
+
+def test_other_seed_other_run(tmp_path):
+    _, first = fit(tmp_path / "a", rollouts=1)
+    _, again = fit(tmp_path / "b", rollouts=1)
+    _, other = fit(tmp_path / "c", rollouts=1, seed=1)
+    assert first == again
+    assert first[0]["tokens"] != other[0]["tokens"]
+
+
+def test_at_learning_rate_zero_the_discrepancy_stays_at_its_floor(tmp_path):
+    module = GRPOModule(TINY, optimizer=AdamW(lr=0.0), mini_batches=1)
+    data = RolloutDataModule(
+        "dclightning/arithmetic-train",
+        VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625),
+        prompts_per_step=16,
+        sampling=Sampling(max_tokens=40),
+    )
+    trace = Trace()
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, limit_train_batches=6, callbacks=[WeightSync(), trace], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    means = [sum(row["delta"]) / len(row["delta"]) for row in trace.rows]
+    assert 0 < min(means)
+    assert max(means) < 2 * min(means)
+
+
+def test_the_policy_before_training_is_evaluated_and_logged(tmp_path):
+    fit(tmp_path, rollouts=2, validate=True)
+    scalars = read_scalars(tmp_path / "run")
+    steps = [step for step, _ in scalars["val/arithmetic/deployed/avg@2"]]
+    assert steps == [0, 1]
+    assert all(0 <= value <= 1 for _, value in scalars["val/arithmetic/deployed/pass@2"])
+
+
+def test_a_plain_function_is_a_reward_and_may_give_other_number_types(tmp_path):
+    seen = []
+
+    def shorter(problems, completions):
+        seen.extend(completions)
+        kinds = [bool, int, float, torch.tensor]
+        return [kinds[i % 4](len(c.token_ids) % 2) if i else None for i, c in enumerate(completions)]
+
+    fit(tmp_path, rollouts=1, reward=shorter)
+    assert len(seen) == 16
+    assert all(c.text and "<|" not in c.text for c in seen if c.finish_reason == "stop")
+
+
+def test_a_reward_of_the_wrong_length_is_named(tmp_path):
+    def too_short(problems, completions):
+        return [0.0]
+
+    with pytest.raises(UserError, match="too_short: returned 1 rewards for 16 completions"):
+        fit(tmp_path, rollouts=1, reward=too_short)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"prompts_per_step": 10**6}, "prompts_per_step=1000000"),
+        ({"sampling": Sampling(max_tokens=1000)}, "max_tokens: the longest prompt and response make"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_engine_starts(tmp_path, data, message):
+    with pytest.raises(UserError, match=message):
+        fit(tmp_path, **data)
+
+
+@pytest.mark.parametrize("field", [{"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.1}])
+def test_truncated_support_is_refused(field):
+    with pytest.raises(ValueError, match="sampling"):
+        RolloutDataModule("x", VLLMEngine(), sampling=Sampling(**field))
