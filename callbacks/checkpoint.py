@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class RolloutCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, which counts optimizer steps, set up to save after every n rollouts.
+    """Lightning's ModelCheckpoint, which counts optimizer steps, set up to save after every n rollouts and at
+    the end of each epoch.
 
     Args:
         every_n_rollouts: How often to save.
@@ -30,10 +31,13 @@ class RolloutCheckpoint(ModelCheckpoint):
         )
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")  # after the update is right
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Convert rollouts to optimizer steps."""
-        self._every_n_train_steps = self.every_n_rollouts * pl_module.mini_batches
-        super().setup(trainer, pl_module, stage)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if it is time, if this was the epoch's last rollout, or if SIGTERM has asked the run to end."""
+        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or trainer.received_sigterm
+        self._every_n_train_steps = 1 if last else self.every_n_rollouts * pl_module.mini_batches
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @property
     def state_key(self) -> str:

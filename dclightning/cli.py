@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from logging.handlers import MemoryHandler
@@ -11,6 +12,7 @@ from typing import Any
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dclightning.errors import UserError
 from dclightning.module import GRPOModule
@@ -76,7 +78,7 @@ class DCLightningCLI(LightningCLI):
         """Build everything; a value that a class refuses is the user's to mend."""
         try:
             super().instantiate_classes()
-        except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError, MisconfigurationException) as error:
             raise UserError(_one_line(error)) from error
         _write_log(self.chatter, self.trainer.log_dir)
 
@@ -100,6 +102,8 @@ class DCLightningCLI(LightningCLI):
             if isinstance(error, UserError) or self.trainer.fit_loop.total_batch_idx < 0:
                 raise UserError(_one_line(error)) from error
             raise
+        except SIGTERMException:
+            sys.exit(128 + signal.SIGTERM)
 
     def after_fit(self) -> None:
         """Say where everything is."""

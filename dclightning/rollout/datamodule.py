@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dclightning.data.problems import Problem, load_problems
 from dclightning.errors import UserError
@@ -125,6 +126,7 @@ class RolloutDataModule(L.LightningDataModule):
 
         def rollouts() -> Iterator[Rollout]:
             for _ in range(self.step % per_epoch, per_epoch):
+                self._stop_if_asked_to()
                 yield self.next_rollout()
 
         return RolloutLoader(rollouts, per_epoch)
@@ -204,6 +206,12 @@ class RolloutDataModule(L.LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """Shut the engine down: on an error nothing calls ``teardown``."""
         self.engine.close()
+
+    def _stop_if_asked_to(self) -> None:
+        """Answer SIGTERM between rollouts; one process alone would otherwise train to the end of the epoch."""
+        trainer: Any = self.trainer
+        if trainer.received_sigterm and trainer.world_size == 1:
+            raise SIGTERMException
 
     def _benchmark_loader(self, name: str, problems: list[Problem]) -> "RolloutLoader":
         mine = problems[self._rank :: self._replicas]
