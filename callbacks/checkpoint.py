@@ -31,9 +31,7 @@ class RolloutCheckpoint(ModelCheckpoint):
         )
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")  # after the update is right
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is time, if this was the epoch's last rollout, or if SIGTERM has asked the run to end."""
         last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or trainer.received_sigterm
         self._every_n_train_steps = 1 if last else self.every_n_rollouts * pl_module.mini_batches

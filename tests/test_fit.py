@@ -169,7 +169,7 @@ def test_at_learning_rate_zero_the_discrepancy_stays_at_its_floor(tmp_path):
     )  # fmt: skip
     trainer.fit(module, data)
     means = [sum(row["delta"]) / len(row["delta"]) for row in trace.rows]
-    assert 0 < min(means)
+    assert min(means) > 0
     assert max(means) < 2 * min(means)
 
 

@@ -1,8 +1,18 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
-from transformers import Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dclightning import models
 from dclightning.errors import UserError
