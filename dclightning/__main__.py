@@ -33,6 +33,7 @@ def main() -> None:
         return
     if arguments[0] not in COMMANDS:
         sys.exit(_complain(f"{arguments[0]!r} is not a command; there are {', '.join(COMMANDS)}"))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # takes effect before torch is imported only
     sys.path.insert(0, os.getcwd())  # users name their own rewards and callbacks by import path
     from dclightning.errors import UserError
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from dclightning.errors import UserError
@@ -63,12 +64,14 @@ def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None
     console.print(f"log          {folder}/run.log", highlight=False)
     if last.exists():
         console.print(f"checkpoints  {folder}/checkpoints", highlight=False)
+    scripts = Path(sys.executable).parent
+    prefix = f"{scripts.relative_to(Path.cwd())}/" if scripts.is_relative_to(Path.cwd()) else ""
     console.print("\nnext:", highlight=False)
-    console.print(f"  tensorboard --logdir {os.path.relpath(run.parent)}", highlight=False)
+    console.print(f"  {prefix}tensorboard --logdir {os.path.relpath(run.parent)}", highlight=False)
     if last.exists():
-        config = f"--config {folder}/config.yaml"
-        console.print(f"  dclightning validate {config} --ckpt_path {folder}/checkpoints/last.ckpt", highlight=False)
-        console.print(f"  dclightning fit {config} --ckpt_path last --trainer.max_epochs 2", highlight=False)
+        command, config = f"  {prefix}dclightning", f"--config {folder}/config.yaml"
+        console.print(f"{command} validate {config} --ckpt_path {folder}/checkpoints/last.ckpt", highlight=False)
+        console.print(f"{command} fit {config} --ckpt_path last --trainer.max_epochs 2", highlight=False)
 
 
 def _add_row(table: object, label: str, series: list[tuple[int, float]]) -> None:

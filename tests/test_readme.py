@@ -74,7 +74,7 @@ def test_the_code_composes_as_printed(tmp_path):
     for printed, smaller in SUBSTITUTES.items():
         assert code.count(printed) == 1
         code = code.replace(printed, smaller)
-    code = f"from dclightning import Sampling\n{code}\nprint(*trainer.callbacks[1].history, trainer.callbacks[1].multiplier)"
+    code = f"from dclightning import Sampling\n{code}\nc = trainer.callbacks[1]\nprint(*c.history, c.multiplier)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     history = [float(word) for word in done.stdout.split()[-3:]]

@@ -99,7 +99,9 @@ class VLLMEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; quantised ones are quantised anew, exactly as when they are loaded from a file."""
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        dtype = self._llm.llm_engine.model_config.dtype
+        rounded = ((name, weight.to(dtype)) for name, weight in weights)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rounded})
         self._llm.apply_model(_repack_for_cpu)
         self.version = version
 
@@ -140,6 +142,7 @@ class VLLMEngine:
             "enforce_eager": cpu if self.enforce_eager is None else self.enforce_eager,
             "logprobs_mode": "processed_logprobs",  # the default ignores the temperature
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             **({} if cpu else {"gpu_memory_utilization": self.gpu_memory_utilization}),
             **({} if memory is None else {"kv_cache_memory_bytes": int(memory * 2**30)}),
             **self.options,
