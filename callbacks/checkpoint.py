@@ -29,7 +29,9 @@ class RolloutCheckpoint(ModelCheckpoint):
             every_n_train_steps=1,
             save_on_train_epoch_end=False,
         )
-        warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")  # after the update is right
+        warnings.filterwarnings(
+            "ignore", "Using ModelCheckpoint with manual optimization"
+        )  # weights after the update are meant
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is time, if this was the epoch's last rollout, or if SIGTERM has asked the run to end."""

@@ -6,6 +6,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from dclightning.errors import UserError
+
 
 class FixedPenalty(L.Callback):
     r"""Charges each token a fixed multiple of its discrepancy.
@@ -20,9 +22,9 @@ class FixedPenalty(L.Callback):
     def __init__(
         self, multiplier: float = 0.1, threshold: float = 0.0, form: Literal["hinge", "gate"] = "hinge"
     ) -> None:
-        if multiplier < 0:
+        if not multiplier >= 0:
             raise ValueError(f"multiplier={multiplier}: must not be negative")
-        if threshold < 0:
+        if not threshold >= 0:
             raise ValueError(f"threshold={threshold}: must not be negative")
         self.multiplier = multiplier
         self.threshold = threshold
@@ -30,6 +32,8 @@ class FixedPenalty(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Charge every step."""
+        if pl_module.penalty is not None:
+            raise UserError(f"callbacks: {type(self).__name__} is not the only one that sets the penalty")
         pl_module.penalty = self.penalty
 
     def penalty(self, delta: Tensor) -> Tensor:

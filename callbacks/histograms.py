@@ -14,6 +14,8 @@ class Histograms(L.Callback):
     """
 
     def __init__(self, every_n_rollouts: int = 10) -> None:
+        if every_n_rollouts < 1:
+            raise ValueError(f"every_n_rollouts={every_n_rollouts}: must be at least 1")
         self.every_n_rollouts = every_n_rollouts
 
     def on_train_batch_end(

@@ -8,6 +8,7 @@ import lightning as L
 from torch import Tensor
 
 from dclightning.discrepancy import sequence_mean, token_mean
+from dclightning.errors import UserError
 from dclightning.lagrangian import dual_ascent
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,9 @@ class LagrangianCallback(L.Callback):
                 f"initial={initial}: must lie between min_multiplier={min_multiplier} and "
                 f"max_multiplier={max_multiplier}, and none may be negative"
             )
-        if lr < 0:
+        if not lr >= 0:
             raise ValueError(f"lr={lr}: must not be negative")
-        if budget < 0:
+        if not budget >= 0:
             raise ValueError(f"budget={budget}: must not be negative")
         self.multiplier = initial
         self.lr = lr
@@ -56,6 +57,8 @@ class LagrangianCallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Charge the first step."""
+        if pl_module.penalty is not None:
+            raise UserError(f"callbacks: {type(self).__name__} is not the only one that sets the penalty")
         pl_module.penalty = self.penalty
 
     def penalty(self, delta: Tensor) -> Tensor:

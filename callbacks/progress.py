@@ -25,6 +25,8 @@ class RolloutProgress(ProgressBar):
 
     def __init__(self, lines: int = 20) -> None:
         super().__init__()
+        if lines < 1:
+            raise ValueError(f"lines={lines}: must be at least 1")
         self.lines = lines
         self.console = Console(stderr=True)
         self._progress: Progress | None = None
@@ -42,6 +44,11 @@ class RolloutProgress(ProgressBar):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the bar."""
         self.console.print(*args)
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say why nothing is trained yet."""
+        if self._enabled:
+            self.console.print("evaluating the deployed policy before training", highlight=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put up the bar."""
@@ -78,7 +85,7 @@ class RolloutProgress(ProgressBar):
         if self._progress is not None:
             phases.listener = None
             self._show_stage("evaluating")
-        elif self._enabled:
+        elif self._enabled and not trainer.sanity_checking:
             self.console.print("evaluating the deployed policy", highlight=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

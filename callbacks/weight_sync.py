@@ -27,7 +27,7 @@ class WeightSync(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """``validate`` evaluates the checkpoint's weights."""
-        if not trainer.training and not trainer.sanity_checking and trainer.state.fn != "fit":
+        if trainer.state.fn != "fit":
             self._push(trainer, pl_module)
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

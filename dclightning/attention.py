@@ -1,10 +1,11 @@
-"""Attention over packed sequences: each token sees the earlier tokens of its own sequence, and no padding is computed
-outside the attention itself.
+"""Attention over packed sequences: each token sees the earlier tokens of its own sequence.
 
 transformers' own way for packed rows is a mask of all tokens against all tokens, which costs time and memory with the
-square of the micro-batch. Here the sequences are laid side by side, so that plain causal attention serves each.
+square of the micro-batch. Here sequences of similar length are laid side by side, padded to the longest of them (at
+most twofold), so that plain causal attention serves each. Only the attention itself sees padding.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,32 @@ PACKED = "dclightning_packed"
 """The name under which transformers knows :func:`packed_attention`."""
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """Sequences of similar length, neighbours in the row, as lanes of one length."""
+
+    lay: Tensor
+    """For each place of the lanes, the token of the row that stands there; behind a lane's end, any. (S, T) int64"""
+    pick: Tensor
+    """For each token, in the row's order, its place in the flattened lanes. int64"""
+
+
+def lanes(lengths: list[int], device: torch.device) -> list[Lanes]:
+    """Divide the sequences of a row, sorted from the longest to the shortest, into lanes."""
+    groups: list[Lanes] = []
+    start = first = 0
+    while first < len(lengths) and lengths[first] > 0:
+        group = [n for n in lengths[first:] if 2 * n >= lengths[first]]
+        sizes = torch.tensor(group)
+        steps = torch.arange(group[0])
+        starts = start + sizes.cumsum(0) - sizes
+        lay = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
+        pick = torch.arange(lay.numel()).view_as(lay)[steps < sizes[:, None]]
+        groups.append(Lanes(lay.to(device), pick.to(device)))
+        start, first = start + sum(group), first + len(group)
+    return groups
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -25,8 +52,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seq_lens_q: Tensor | None = None,
+    lanes: list[Lanes] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -39,48 +65,44 @@ def packed_attention(
         query: (1, heads, N, size), and so are key and value, whose heads may be fewer.
         key: See query.
         value: See query.
-        attention_mask: Always None; sequences are told apart by their boundaries.
+        attention_mask: Always None; lanes tell sequences apart.
         scaling: Factor of the scores.
-        dropout: Always 0; see ``load_policy``.
-        cu_seq_lens_q: Where the sequences start in the row, and the row's length. (S + 1,) integers
+        lanes: The row's sequences, from :func:`lanes`.
         sliding_window: How many tokens back a token sees, itself included.
         softcap: Not supported.
         s_aux: Not supported.
-        **kwargs: Ignored.
+        **kwargs: Ignored. Dropout is among them; ``load_policy`` has turned it off.
 
     Returns:
         (1, N, heads, size), and no attention weights.
     """
-    if cu_seq_lens_q is None:
-        raise ValueError(f"{PACKED} needs cu_seq_lens_q; for plain batches call model.set_attn_implementation('sdpa')")
+    if lanes is None:
+        raise ValueError(f"{PACKED} needs lanes; for plain batches call model.set_attn_implementation('sdpa')")
     if softcap is not None or s_aux is not None:
         raise UserError(f"model: the attention of {type(module).__name__} (soft cap or sinks) is not supported")
-    starts = cu_seq_lens_q[:-1]
-    lengths = cu_seq_lens_q.diff()
-    longest = int(lengths.max())
-    steps = torch.arange(longest, device=query.device)
-    real = steps < lengths[:, None]  # (S, T)
-    where = (starts[:, None] + steps)[real]  # of each real token in the row
-
-    def side_by_side(row: Tensor) -> Tensor:  # (1, heads, N, size) -> (S, heads, T, size)
-        padded = row.new_zeros(len(lengths), longest, row.shape[1], row.shape[3])
-        padded[real] = row[0].transpose(0, 1)[where]
-        return padded.transpose(1, 2)
-
-    window = None
-    if sliding_window is not None and sliding_window < longest:
-        back = steps[:, None] - steps
-        window = (back >= 0) & (back < sliding_window)
-    attended = scaled_dot_product_attention(
-        side_by_side(query),
-        side_by_side(key),
-        side_by_side(value),
-        attn_mask=window,
-        is_causal=window is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return attended.transpose(1, 2)[real][None], None
+    attended = []
+    for group in lanes:
+        count, length = group.lay.shape
+        window = None
+        if sliding_window is not None and sliding_window < length:
+            back = torch.arange(length, device=query.device)
+            back = back[:, None] - back
+            window = (back >= 0) & (back < sliding_window)
+        q, k, v = (  # (S, heads, T, size)
+            row[0].index_select(1, group.lay.flatten()).unflatten(1, (count, length)).transpose(0, 1)
+            for row in (query, key, value)
+        )
+        out = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=window,
+            is_causal=window is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        attended.append(out.transpose(1, 2).flatten(0, 1).index_select(0, group.pick))
+    return torch.cat(attended)[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -9,9 +9,9 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dclightning.errors import UserError
@@ -31,6 +31,7 @@ class DCLightningCLI(LightningCLI):
             GRPOModule,
             RolloutDataModule,
             args=arguments,
+            save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
@@ -58,21 +59,16 @@ class DCLightningCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Resolve ``--ckpt_path last``: the newest run of this name is continued in its own folder."""
         config = self.config[self.subcommand]
-        logger = config.trainer.logger
-        path = config.get("ckpt_path")
-        if path not in (None, "last", "best", "hpc", "registry") and not Path(path).exists():
+        path, logger = config.get("ckpt_path"), config.trainer.logger
+        if self.subcommand != "fit":
+            config.trainer.logger = False  # what these find out is printed; a run's log is of its training
+        if path == "last":
+            checkpoint = _newest_checkpoint(logger)
+            config.ckpt_path = str(checkpoint)
+            if self.subcommand == "fit":
+                logger.init_args.version = checkpoint.parent.parent.name
+        elif path is not None and not Path(path).exists():
             raise UserError(f"ckpt_path={path!r}: no such file")
-        if path != "last" or not hasattr(logger, "init_args"):
-            return
-        folder = Path(logger.init_args.save_dir) / (logger.init_args.name or "")
-        version = logger.init_args.version
-        pattern = "*" if version is None else version if isinstance(version, str) else f"version_{version}"
-        found = sorted(folder.glob(f"{pattern}/checkpoints/last.ckpt"), key=lambda p: p.stat().st_mtime)
-        if not found:
-            raise UserError(f"ckpt_path='last': there is no checkpoint in {folder} yet")
-        config.ckpt_path = str(found[-1])
-        if self.subcommand == "fit":
-            logger.init_args.version = found[-1].parent.parent.name
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a class refuses is the user's to mend."""
@@ -80,7 +76,7 @@ class DCLightningCLI(LightningCLI):
             super().instantiate_classes()
         except (ValueError, TypeError, OSError, ImportError, RuntimeError, MisconfigurationException) as error:
             raise UserError(_one_line(error)) from error
-        _write_log(self.chatter, self.trainer.log_dir)
+        _write_log(self.chatter, self.trainer.log_dir if self.subcommand == "fit" else None)
 
     def fit(self, model: GRPOModule, **kwargs: Any) -> None:
         """Train; what fails before the first step is reported in one line, with the rest in the log file."""
@@ -120,6 +116,30 @@ def main(arguments: list[str]) -> None:
         raise UserError(_one_line(error)) from error
 
 
+class _SaveConfig(SaveConfigCallback):
+    """Saves the config of a run, not where one of its parts was resumed from."""
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, **options: Any) -> None:
+        config = config.clone()
+        config.ckpt_path = None
+        if hasattr(config.trainer.logger, "init_args"):
+            config.trainer.logger.init_args.version = None
+        super().__init__(parser, config, **options)
+
+
+def _newest_checkpoint(logger: Any) -> Path:
+    """The last checkpoint of the newest run that a configured logger has a folder of."""
+    if not hasattr(logger, "init_args"):
+        raise UserError("ckpt_path='last': needs a single logger with a save_dir; name the checkpoint's path instead")
+    folder = Path(logger.init_args.save_dir) / (logger.init_args.get("name") or "")
+    version = logger.init_args.get("version")
+    pattern = "*" if version is None else version if isinstance(version, str) else f"version_{version}"
+    found = sorted(folder.glob(f"{pattern}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UserError(f"ckpt_path='last': there is no checkpoint in {folder} yet")
+    return found[-1]
+
+
 def _catch_logs() -> MemoryHandler:
     """Keep what libraries have to say off the terminal; our own warnings stay on it."""
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM then logs like any other library
@@ -144,16 +164,17 @@ def _catch_logs() -> MemoryHandler:
 
 
 def _write_log(chatter: MemoryHandler, folder: str | None) -> None:
-    """Send what was caught so far, and all that comes, to the log file."""
+    """Send what was caught so far, and all that comes, to the log file, if there is a folder for it."""
+    logging.getLogger().removeHandler(chatter)
     if folder is None:
+        logging.getLogger().addHandler(logging.NullHandler())
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     target = logging.FileHandler(Path(folder) / LOG_FILE)
     target.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(target)
     chatter.setTarget(target)
     chatter.flush()
-    logging.getLogger().removeHandler(chatter)
-    logging.getLogger().addHandler(target)
 
 
 def _one_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ Everything here is a constant of the loss: no gradient flows through it. With :m
 :math:`\delta_t` (paper, section 3.1).
 """
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -47,10 +48,11 @@ def sequence_mean(values: Tensor, lengths: Tensor) -> Tensor:
     Returns:
         The mean, a float64 scalar; NaN if no response has a token.
     """
-    owner = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-    sums = torch.zeros(len(lengths), dtype=torch.float64, device=values.device).index_add(0, owner, values.double())
-    filled = lengths > 0
-    return (sums[filled] / lengths[filled]).mean()
+    filled = lengths[lengths > 0]
+    if len(filled) == 0:
+        return torch.full((), math.nan, dtype=torch.float64, device=values.device)
+    # Unlike index_add this adds in the same order each time, on a GPU as well: every rank must get the same multiplier.
+    return (torch.segment_reduce(values.double(), "sum", lengths=filled) / filled).mean()
 
 
 def token_mean(values: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HFValidationError
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from dclightning.attention import PACKED
+from dclightning.attention import PACKED, lanes
 from dclightning.errors import UserError
 from dclightning.packing import Pack
 from dclightning.strategies import ParallelStrategy
@@ -51,19 +51,19 @@ def longest_context(name: str) -> int:
     return int(getattr(config, "max_position_embeddings", 2**31))
 
 
-def load_policy(
-    name: str, strategy: Strategy, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False
-) -> PreTrainedModel:
-    """Load a causal language model for training, sharded as the strategy says, without dropout.
+def load_policy(name: str, strategy: Strategy | None = None, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    """Load a causal language model for training, in FP32, sharded as the strategy says, without dropout.
+
+    Parameters are FP32 whatever the compute precision is: an update of 1e-6 would be rounded away in BF16.
 
     Without dropout the old log-probs and the first forward pass of the update are the same computation.
     """
     config = _from_pretrained(AutoConfig, name)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for key, value in vars(part).items():
-            if isinstance(value, float) and key.endswith(("dropout", "pdrop")):
+            if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)
-    options: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": PACKED}
+    options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": PACKED}
     if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
         options["distributed_config"] = _distributed_config(strategy)
     model = _from_pretrained(AutoModelForCausalLM, name, **options)
@@ -101,19 +101,19 @@ def _token_logprobs(self: Any, batch: Pack, temperature: float, entropy: bool) -
     hidden = self.base_model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
-        cu_seq_lens_q=batch.boundaries,
+        lanes=batch.lanes,
         use_cache=False,
     )[0][0]
     hidden = hidden[batch.predictors]
     head = self.get_output_embeddings()
     chunk = max(1, LOGITS_IN_A_CHUNK // self.config.get_text_config().vocab_size)
-    run = partial(checkpoint, _head, use_reentrant=False) if torch.is_grad_enabled() else _head
+    run = (
+        partial(checkpoint, _head, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else _head
+    )
     parts = [
         run(head, rows, targets, temperature, entropy)
         for rows, targets in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)
     ]
-    if not parts:
-        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -133,10 +133,11 @@ def _head(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, 
 
 @torch.no_grad()
 def check_token_logprobs(model: Any, name: str) -> None:
-    """Refuse a model whose packed, chunked log-probs are not those of its plain forward pass.
+    """Refuse a model whose packed, chunked log-probs are not those of its plain forward pass, twice the same.
 
-    That is so for models that change their logits after the head (soft-capping, scaling) and for those whose layers
-    mix the sequences of a row (state-space models).
+    That is so for models that change their logits after the head (soft-capping, scaling), for those whose layers mix
+    the sequences of a row (state-space models), and for those that still drop something at random. Two sequences of
+    four tokens are tried.
     """
     device = next(model.parameters()).device
     ids = torch.arange(8, device=device) % model.config.get_text_config().vocab_size
@@ -144,12 +145,14 @@ def check_token_logprobs(model: Any, name: str) -> None:
     both = Pack(
         input_ids=torch.cat([ids[:4], ids[:4].flip(0)])[None],
         position_ids=torch.cat([sequence, sequence])[None],
-        boundaries=torch.tensor([0, 4, 8], device=device),
+        lanes=lanes([4, 4], device),
         predictors=torch.arange(8, device=device),
         targets=ids,
         index=torch.arange(8, device=device),
     )
     packed, _ = token_logprobs(model, both, temperature=1.0)
+    if not torch.equal(packed, token_logprobs(model, both, temperature=1.0)[0]):
+        raise UserError(f"model={name!r}: two passes give different log-probs; is there a dropout that is not off?")
     model.set_attn_implementation("sdpa")
     for half, row in ((slice(0, 4), both.input_ids[:, :4]), (slice(4, 8), both.input_ids[:, 4:])):
         logits = model(input_ids=row, use_cache=False).logits[0]
@@ -161,11 +164,23 @@ def check_token_logprobs(model: Any, name: str) -> None:
                 "models that change their logits after the head, or mix packed sequences, are not supported"
             )
     model.set_attn_implementation(PACKED)
+    reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of what a pass without gradient has gathered.
+
+    FSDP2 keeps the last layers whole until the backward pass. Without one, checkpoints would not find shards, and
+    changed weights would not be seen.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All weights by the names of the model's checkpoint, whole, one at a time; every rank must iterate."""
+    """All weights by transformers' names, whole, one at a time; every rank must iterate."""
     names = {name for name, _ in model.named_parameters()}  # each tied weight once
     for name, weight in model.state_dict().items():
         if name in names:
@@ -178,9 +193,7 @@ def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
         raise UserError(f"model={name!r}: no such folder, and the hub cannot be reached")
     try:
         return kind.from_pretrained(path, **options)
-    except OSError as error:
-        raise UserError(f"model={name!r}: no such folder, and the hub does not have it") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"model={name!r}: {' '.join(str(error).split())[:300]}") from error
 
 

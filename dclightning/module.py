@@ -15,7 +15,7 @@ from transformers import get_scheduler
 from dclightning.advantages import group_advantages
 from dclightning.discrepancy import DiscrepancyKind, discrepancy, discrepancy_statistics, mismatch_metrics
 from dclightning.lagrangian import penalized_advantages
-from dclightning.models import check_token_logprobs, load_policy, token_logprobs
+from dclightning.models import check_token_logprobs, load_policy, reshard, token_logprobs
 from dclightning.packing import Pack, micro_batches, pack
 from dclightning.phases import phases
 from dclightning.policy_loss import PolicyLoss, clipped, clipped_surrogate, probability_ratio, token_weights
@@ -40,6 +40,14 @@ class AdamW:
     warmup: int = 0
     """Rollouts over which the learning rate rises, for the schedules that have a warm-up."""
 
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"lr={self.lr}: must not be negative")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm}: must be positive; .inf turns clipping off")
+        if self.warmup < 0:
+            raise ValueError(f"warmup={self.warmup}: must not be negative")
+
 
 class GRPOModule(L.LightningModule):
     """Group-relative policy optimization on rollouts of another engine.
@@ -56,7 +64,6 @@ class GRPOModule(L.LightningModule):
         mini_batches: Optimizer steps to a rollout; they share its prompts evenly.
         micro_batch_tokens: Most tokens of a forward and backward pass. Memory depends on it, the result does not.
         normalize_std: Whether advantages are divided by their group's std (GRPO) or not (Dr. GRPO).
-        dtype: Of the trained parameters.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
     """
 
@@ -69,7 +76,6 @@ class GRPOModule(L.LightningModule):
         mini_batches: int = 4,
         micro_batch_tokens: int = 16384,
         normalize_std: bool = True,
-        dtype: Literal["float32", "bfloat16"] = "float32",
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -85,7 +91,6 @@ class GRPOModule(L.LightningModule):
         self.mini_batches = mini_batches
         self.micro_batch_tokens = micro_batch_tokens
         self.normalize_std = normalize_std
-        self.dtype_name = dtype
         self.gradient_checkpointing = gradient_checkpointing
         self.model: Any = None
         self.penalty: Callable[[Tensor], Tensor] | None = None
@@ -96,9 +101,7 @@ class GRPOModule(L.LightningModule):
     def configure_model(self) -> None:
         """Load the policy, where the strategy wants it."""
         if self.model is None:
-            self.model = load_policy(
-                self.model_name, self.trainer.strategy, getattr(torch, self.dtype_name), self.gradient_checkpointing
-            )
+            self.model = load_policy(self.model_name, self.trainer.strategy, self.gradient_checkpointing)
 
     def configure_optimizers(self) -> Any:
         """AdamW, and a learning rate that moves once per rollout."""
@@ -106,12 +109,32 @@ class GRPOModule(L.LightningModule):
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay
         )
-        rollouts = int(self.trainer.estimated_stepping_batches) if s.schedule in ("linear", "cosine") else None
+        rollouts = self._planned_rollouts() if s.schedule in ("linear", "cosine") else None
         return [optimizer], [get_scheduler(s.schedule, optimizer, s.warmup, rollouts)]
 
     def on_fit_start(self) -> None:
-        """Refuse a model that the log-probs would be wrong for."""
+        """Refuse a model that the log-probs would be wrong for, and forget an earlier run's penalty."""
         check_token_logprobs(self.model, self.model_name)
+        self.penalty = None
+
+    def on_train_start(self) -> None:
+        """Follow this run's own schedule: the checkpoint that it resumes from may have had a shorter one."""
+        scheduler: Any = self.lr_schedulers()
+        groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, lr, factor in groups:
+            group["lr"] = lr * factor(scheduler.last_epoch)
+        phases.take()
+
+    def _planned_rollouts(self) -> int:
+        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps  # -1 is no limit
+        _ = self.trainer.estimated_stepping_batches  # sets the loader up, and with it the number of batches
+        limits = [epochs * self.trainer.num_training_batches] if epochs is not None and epochs >= 0 else []
+        limits += [steps // self.mini_batches] if steps >= 0 else []
+        if not limits:
+            raise ValueError(
+                f"schedule={self.optimizer_settings.schedule!r}: needs an end; set max_epochs or max_steps"
+            )
+        return int(min(limits))
 
     # The training step
 
@@ -170,6 +193,7 @@ class GRPOModule(L.LightningModule):
             logprobs[batch.index], entropy[batch.index] = token_logprobs(
                 self.model, batch, rollout.temperature, entropy=True
             )
+        reshard(self.model)
         return logprobs, entropy
 
     def _update(self, rollout: Rollout, plan: list[list[Pack]], old_logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -196,9 +220,9 @@ class GRPOModule(L.LightningModule):
                 ratio[batch.index] = r.detach()
             totals["train/loss"].append(self._sum(loss))
             totals["train/grad_norm"].append(self._step(optimizer, int(tokens), int(active)))
-        self.lr_schedulers().step()  # type: ignore[union-attr]
         self.log_dict({name: torch.stack(values).mean() for name, values in totals.items()})
         self.log("train/lr", optimizer.param_groups[0]["lr"])
+        self.lr_schedulers().step()  # type: ignore[union-attr]
         return ratio
 
     def _step(self, optimizer: Any, tokens: int, active: int) -> Tensor:
@@ -232,7 +256,7 @@ class GRPOModule(L.LightningModule):
         self._evaluated: dict[int, list[Tensor]] = defaultdict(list)
 
     def validation_step(self, rollout: Rollout, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Count right answers of the engine's policy."""
+        """Sum up the rewards of the engine's policy, and the problems with a reward of at least 1."""
         rewards = rollout.rewards.nan_to_num(0.0).view(-1, rollout.group_size).double()
         sums = [
             rewards.mean(-1).sum(),
@@ -244,7 +268,8 @@ class GRPOModule(L.LightningModule):
         self._evaluated[dataloader_idx].append(torch.stack(sums))
 
     def on_validation_epoch_end(self) -> None:
-        """Log avg@k, pass@k, mean length and truncated share of each benchmark."""
+        """Log avg@k (the mean reward), pass@k, mean length and truncated share of each benchmark."""
+        phases.take()  # an evaluation is no part of a step
         stage = "test" if self.trainer.testing else "val"
         datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         k = datamodule.validation_samples
@@ -282,7 +307,7 @@ class GRPOModule(L.LightningModule):
         self.log("train/truncated_fraction", self._mean(rollout.truncated))
         self.log("train/entropy", self._mean(entropy))
         self.log("lagrangian/penalty_mean", self._mean(penalty))
-        self.log("lagrangian/penalty_max", self._gather(penalty).max() if len(penalty) else 0.0)
+        self.log("lagrangian/penalty_max", torch.cat([self._gather(penalty), penalty.new_zeros(1)]).max())
         self._tokens = self._sum(torch.stack([rollout.response_lengths.sum(), rollout.prompt_lengths.sum()]))
 
     def _log_discrepancy(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dclightning.attention import Lanes, lanes
 from dclightning.rollout.types import Rollout
 
 
@@ -16,8 +17,8 @@ class Pack:
     """Prompts and responses, each without its last token, which predicts nothing. (1, N) int64"""
     position_ids: Tensor
     """Positions that start at 0 in each sequence. (1, N) int64"""
-    boundaries: Tensor
-    """Where each of the S sequences starts in the row, and the row's length. (S + 1,) int64"""
+    lanes: list[Lanes]
+    """Which tokens belong to one sequence."""
     predictors: Tensor
     """Which input token predicts each response token. (R,) int64"""
     targets: Tensor
@@ -27,28 +28,26 @@ class Pack:
 
 
 def pack(rollout: Rollout, sequences: list[int]) -> Pack:
-    """Put the given sequences of a rollout into one row."""
+    """Put the given sequences of a rollout into one row, from the longest to the shortest."""
     prompts, responses = rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist()
     starts, offsets = rollout.sequence_starts.tolist(), rollout.response_starts.tolist()
-    device = rollout.token_ids.device
-    inputs, positions, predictors, index, boundaries, used = [], [], [], [], [0], 0
-    for i in sequences:
-        length = prompts[i] + responses[i] - 1
-        inputs.append(torch.arange(starts[i], starts[i] + length))
-        positions.append(torch.arange(length))
-        predictors.append(torch.arange(responses[i]) + used + prompts[i] - 1)
-        index.append(torch.arange(responses[i]) + offsets[i])
-        used += length
-        boundaries.append(used)
-    predicted = torch.cat(predictors).to(device)
-    taken = torch.cat(inputs).to(device)
+    sequences = sorted(sequences, key=lambda i: -(prompts[i] + responses[i]))
+    lengths = [prompts[i] + responses[i] - 1 for i in sequences]
+    places = [sum(lengths[:n]) for n in range(len(lengths))]
+
+    def ranges(rows: list[tuple[int, int]]) -> Tensor:
+        parts = [torch.arange(start, start + count) for start, count in rows]
+        return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)]).to(rollout.token_ids.device)
+
+    inputs = ranges([(starts[i], n) for i, n in zip(sequences, lengths, strict=True)])
+    predictors = ranges([(at + prompts[i] - 1, responses[i]) for i, at in zip(sequences, places, strict=True)])
     return Pack(
-        input_ids=rollout.token_ids[taken][None],
-        position_ids=torch.cat(positions).to(device)[None],
-        boundaries=torch.tensor(boundaries, device=device),
-        predictors=predicted,
-        targets=rollout.token_ids[taken[predicted] + 1],
-        index=torch.cat(index).to(device),
+        input_ids=rollout.token_ids[inputs][None],
+        position_ids=ranges([(0, n) for n in lengths])[None],
+        lanes=lanes(lengths, rollout.token_ids.device),
+        predictors=predictors,
+        targets=rollout.token_ids[inputs[predictors] + 1],
+        index=ranges([(offsets[i], responses[i]) for i in sequences]),
     )
 
 

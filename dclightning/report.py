@@ -69,9 +69,10 @@ def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None
     console.print("\nnext:", highlight=False)
     console.print(f"  {prefix}tensorboard --logdir {os.path.relpath(run.parent)}", highlight=False)
     if last.exists():
-        command, config = f"  {prefix}dclightning", f"--config {folder}/config.yaml"
-        console.print(f"{command} validate {config} --ckpt_path {folder}/checkpoints/last.ckpt", highlight=False)
-        console.print(f"{command} fit {config} --ckpt_path last --trainer.max_epochs 2", highlight=False)
+        command, resume = f"{prefix}dclightning", f"--config {folder}/config.yaml --ckpt_path last"
+        console.print(f"  {command} validate {resume}", highlight=False)
+        console.print(f"  {command} fit {resume}", "(if it was interrupted)", highlight=False)
+        console.print(f"  {command} fit {resume} --trainer.max_epochs 2", "(for a second epoch)", highlight=False)
 
 
 def _add_row(table: object, label: str, series: list[tuple[int, float]]) -> None:

@@ -2,6 +2,7 @@
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ProgressBar
 
 from dclightning import AdamW, GRPOModule, Rollout
 from dclightning.rollout.datamodule import RolloutLoader
@@ -56,18 +57,29 @@ class Recorder(L.Callback):
         self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
-def train(rollouts, callbacks=(), model=TINY, lr=1e-3, max_grad_norm=float("inf"), **options) -> tuple:
+def train(
+    rollouts,
+    callbacks=(),
+    model=TINY,
+    lr=1e-3,
+    max_grad_norm=float("inf"),
+    schedule="constant",
+    epochs=1,
+    module=None,
+    **options,
+) -> tuple:
     """Fit on given rollouts; returns the module and what was recorded."""
     options = {"mini_batches": 1, "micro_batch_tokens": 10_000, **options}
-    module = GRPOModule(model, optimizer=AdamW(lr=lr, eps=1e-8, max_grad_norm=max_grad_norm), **options)
+    optimizer = AdamW(lr=lr, eps=1e-8, max_grad_norm=max_grad_norm, schedule=schedule)
+    module = module or GRPOModule(model, optimizer=optimizer, **options)
     recorder = Recorder()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=1,
+        max_epochs=epochs,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
+        enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
         enable_model_summary=False,
         callbacks=[*callbacks, recorder],
     )

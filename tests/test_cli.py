@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -49,6 +50,14 @@ def test_help_imports_nothing_heavy():
         (["fit", "--config", QUICKSTART, "--ckpt_path", "nowhere.ckpt"], "ckpt_path='nowhere.ckpt': no such file"),
         (["fit", "--config", QUICKSTART, "--trainer.callbacks+=nowhere.Callback"], "nowhere"),
         (["fit", "--config", QUICKSTART, "--data.engine.init_args.quantization", "fp8"], "quantization='fp8'"),
+        (["fit", "--config", QUICKSTART, "--model.mini_batches", "5"], "mini_batches=5: must divide"),
+        (["fit", "--config", QUICKSTART, "--trainer.max_epochs=-1"], "schedule='linear': needs an end"),
+        (["fit", "--config", QUICKSTART, "--data.validation_limit", "0"], "validation_limit=0"),
+        (
+            ["fit", "--config", QUICKSTART, "--data.validation_problems", "{a: nowhere}"],
+            "validation_problems.a='nowhere'",
+        ),
+        (["validate", "--config", QUICKSTART, "--ckpt_path", "last", "--trainer.logger", "false"], "ckpt_path='last'"),
         (["report", "nowhere"], "run='nowhere'"),
     ],
 )
@@ -88,15 +97,16 @@ def test_a_run_its_report_its_checkpoint_and_the_users_own_code(tmp_path):
         assert text in report.stdout
 
     config = ["--config", str(run / "config.yaml")]
+    checked = dclightning("validate", *config, "--ckpt_path", "last", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert "val/arithmetic/deployed/avg@4" in checked.stdout
+
     resumed = dclightning("fit", *config, "--ckpt_path", "last", "--trainer.max_epochs", "2", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert "rollout 4/4" in resumed.stderr
     assert "rollout 2/" not in resumed.stderr
     assert not (run.parent / "version_1").exists()  # continued in its own folder
-
-    checked = dclightning("validate", *config, "--ckpt_path", "last", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stderr
-    assert "val/arithmetic/deployed/avg@4" in checked.stdout
+    assert yaml.safe_load((run / "config.yaml").read_text())["ckpt_path"] is None
 
 
 @pytest.mark.slow

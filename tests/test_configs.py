@@ -26,9 +26,9 @@ def parse():
         def _run_subcommand(self, subcommand):
             pass
 
-    def parsed(*paths):
+    def parsed(*paths, options=()):
         arguments = [word for path in paths for word in ("--config", str(ROOT / "configs" / path))]
-        return ParseOnly(["fit", *arguments], MemoryHandler(1)).config.fit
+        return ParseOnly(["fit", *arguments, *options], MemoryHandler(1)).config.fit
 
     return parsed
 
@@ -69,7 +69,8 @@ def test_the_papers_layouts(parse):
     layout = mixture.trainer.strategy.init_args
     assert (layout.tensor_parallel_size, layout.expert_parallel_size) == (2, 8)
     assert mixture.data.engine.init_args.tensor_parallel_size == 4
-    assert mixture.model.dtype == "bfloat16"
+    assert dense.trainer.strategy.init_args.mixed_precision
+    assert layout.mixed_precision
 
 
 def test_fp8_is_an_overlay(parse):
@@ -81,4 +82,4 @@ def test_fp8_is_an_overlay(parse):
 
 
 def test_the_seed_reaches_the_data(parse):
-    assert parse("quickstart.yaml").data.seed == 0
+    assert parse("quickstart.yaml", options=["--seed_everything", "7"]).data.seed == 7

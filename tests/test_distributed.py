@@ -17,12 +17,13 @@ import sys
 import lightning as L
 import torch
 from dclightning import AdamW, GRPOModule, ParallelStrategy
-from dclightning.callbacks import LagrangianCallback
+from dclightning.callbacks import LagrangianCallback, RolloutCheckpoint
 from tests.helpers import GivenRollouts, Recorder, random_rollout
 from dclightning.models import named_weights
 
-model, strategy, devices, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-strategy = ParallelStrategy(save_distributed_checkpoint=False) if strategy == "fsdp2" else strategy
+model, strategy, devices, out, epochs, ckpt_path = sys.argv[1:]
+devices, ckpt_path = int(devices), ckpt_path or None
+strategy = ParallelStrategy() if strategy == "fsdp2" else strategy
 torch.set_num_threads(1)
 
 
@@ -61,32 +62,35 @@ class Steps(L.Callback):
 
 
 # Very different lengths on the two ranks, so that they disagree about micro-batches.
-lengths = [40, 38, 35, 30, 1, 2, 0, 3]
-rollouts = [random_rollout(lengths, seed=i, version=i) for i in range(4)]
+# In the second rollout one of them has no response token at all.
+lengths = [[40, 38, 35, 30, 1, 2, 0, 3], [9, 8, 7, 6, 0, 0, 0, 0], [1, 1, 1, 1, 5, 5, 5, 5], [4] * 8]
+rollouts = [random_rollout(lengths[i], seed=i, version=i) for i in range(4)]
 multiplier = LagrangianCallback(initial=0.5, lr=0.1, budget=0.1)
 module = GRPOModule(model, optimizer=AdamW(lr=1e-3, eps=1e-8, max_grad_norm=0.5), mini_batches=1, micro_batch_tokens=60)
 trainer = L.Trainer(
-    accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, callbacks=[multiplier, Steps()], logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    accelerator="cpu", devices=devices, strategy=strategy, max_epochs=int(epochs), logger=False,
+    callbacks=[multiplier, Steps(), RolloutCheckpoint(every_n_rollouts=100)], default_root_dir=f"{out}.run",
+    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
 )
-trainer.fit(module, Shares(rollouts))
+trainer.fit(module, Shares(rollouts), ckpt_path=ckpt_path)
 weights = dict(named_weights(module.model))
 torch.save({"rows": Steps.rows, "history": multiplier.history + [multiplier.multiplier],
             "weights": {n: w.clone() for n, w in weights.items()}}, f"{out}.{trainer.global_rank}")
 """
 
 
-def run(tmp_path, model, strategy, devices):
-    out = tmp_path / f"{strategy}{devices}.pt"
+def run(tmp_path, model, strategy, devices, epochs=1, ckpt_path=""):
+    out = tmp_path / f"{strategy}{devices}-{epochs}.pt"
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    tmp_path.mkdir(exist_ok=True)
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, str(script), model, strategy, str(devices), str(out)],
-        env=environment, cwd=ROOT, check=True, timeout=300, capture_output=True,
+        [sys.executable, str(script), model, strategy, str(devices), str(out), str(epochs), str(ckpt_path)],
+        env=environment, cwd=ROOT, check=True, timeout=300,
     )  # fmt: skip
     return [torch.load(f"{out}.{rank}") for rank in range(devices)]
 
@@ -113,3 +117,15 @@ def test_ranks_and_shards_change_nothing(tmp_path, model, alone, strategy, devic
         assert rank["history"] == pytest.approx(alone["history"], abs=1e-7)
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(rank["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("fsdp2", 1), ("fsdp2", 2)])
+def test_a_resumed_run_equals_the_whole(tmp_path, model, strategy, devices):
+    whole = run(tmp_path / "whole", model, strategy, devices, epochs=2)
+    run(tmp_path / "stopped", model, strategy, devices, epochs=1)
+    last = tmp_path / "stopped" / f"{strategy}{devices}-1.pt.run" / "checkpoints" / "last.ckpt"
+    resumed = run(tmp_path / "stopped", model, strategy, devices, epochs=2, ckpt_path=last)
+    for rank, (a, b) in enumerate(zip(whole, resumed, strict=True)):
+        assert a["rows"][4:] == b["rows"], rank
+        assert a["history"] == b["history"]
+        assert all(torch.equal(weight, b["weights"][name]) for name, weight in a["weights"].items())

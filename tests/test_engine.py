@@ -34,7 +34,10 @@ def as_rollout(prompts, completions, group_size, temperature):
 
 @torch.no_grad()
 def trainer_logprobs(model, rollout):
-    return token_logprobs(model, pack(rollout, list(range(len(rollout)))), rollout.temperature)[0]
+    packed = pack(rollout, list(range(len(rollout))))
+    logprobs = torch.empty(len(packed.index))
+    logprobs[packed.index] = token_logprobs(model, packed, rollout.temperature)[0]
+    return logprobs
 
 
 @torch.no_grad()
@@ -60,7 +63,7 @@ def fp32_engine():
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 def test_logprobs_are_the_trainers_at_every_temperature(fp32_engine, temperature):
-    model = load_policy(TINY, None)
+    model = load_policy(TINY)
     fp32_engine.load_weights(named_weights(model), 0)
     completions = fp32_engine.generate(PROMPTS, Sampling(max_tokens=40, temperature=temperature), 4, seed=1)
     rollout = as_rollout(PROMPTS, completions, 4, temperature)
@@ -115,7 +118,7 @@ def test_after_a_sync_the_engine_is_the_trainers_model(tmp_path, family):
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625)
     engine.start(path, max_length=64)
     try:
-        model = load_policy(path, None)
+        model = load_policy(path)
         for version in (1, 2):  # the second sync meets what the first left behind
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -133,8 +136,22 @@ def test_after_a_sync_the_engine_is_the_trainers_model(tmp_path, family):
         engine.close()
 
 
+def test_bf16_rounds():
+    model = load_policy(TINY)
+    engine = VLLMEngine(dtype="bfloat16", kv_cache_gib=0.0625)
+    engine.start(resolve_model(TINY), max_length=64)
+    try:
+        engine.load_weights(named_weights(model), 1)
+        completions = engine.generate(PROMPTS, Sampling(max_tokens=30), 4, seed=0)
+    finally:
+        engine.close()
+    rollout = as_rollout(PROMPTS, completions, 4, 1.0)
+    delta = (trainer_logprobs(model, rollout).exp() - rollout.rollout_logprobs.exp()).abs()
+    assert 1e-6 < delta.mean() < 0.02
+
+
 def test_fp8_rounds_and_a_sync_rounds_like_a_fresh_load():
-    model = load_policy(TINY, None)
+    model = load_policy(TINY)
     engine = VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)
     engine.start(resolve_model(TINY), max_length=64)
     try:

@@ -7,6 +7,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import FixedPenalty, Histograms, LagrangianCallback, RolloutCheckpoint, WeightSync
+from dclightning.data.problems import load_problems
 from dclightning.errors import UserError
 from dclightning.report import read_scalars
 from tests.helpers import TINY
@@ -51,6 +52,7 @@ def fit(
     schedule="constant",
     reward=None,
     validate=False,
+    problems="dclightning/arithmetic-train",
     **data,
 ):
     trace = trace or Trace()
@@ -58,7 +60,7 @@ def fit(
         TINY, optimizer=AdamW(lr=1e-3, schedule=schedule, warmup=2), mini_batches=2, micro_batch_tokens=300
     )
     datamodule = RolloutDataModule(
-        "dclightning/arithmetic-train",
+        problems,
         VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625),
         **({"reward": reward} if reward else {}),
         **{"prompts_per_step": 4, "group_size": 4, "sampling": Sampling(max_tokens=40), **data},
@@ -134,6 +136,23 @@ def test_interrupted_anywhere_and_resumed_equals_uninterrupted(tmp_path):
         resumed, after = fit(folder, callbacks(), ckpt_path=folder / "run" / "checkpoints" / "last.ckpt", **options)
         assert before + after == rows
         assert same_weights(resumed, whole)
+
+
+def test_epochs_may_be_shorter_than_the_problems(tmp_path):
+    problems = load_problems("dclightning/arithmetic-train")[:20]  # five rollouts, in epochs of three
+    callbacks = [RolloutCheckpoint(every_n_rollouts=100)]
+    _, rows = fit(tmp_path, callbacks, rollouts=3, epochs=2, schedule="linear", problems=problems)
+    assert [row["rollout"] for row in rows] == list(range(6))
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").resolve().name == "step=12.ckpt"
+    assert rows[-1]["lr"] > 0
+
+
+def test_a_resumed_run_follows_its_own_schedule(tmp_path):
+    callbacks = [RolloutCheckpoint(every_n_rollouts=1)]
+    fit(tmp_path, callbacks, rollouts=2, schedule="linear")
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    _, rows = fit(tmp_path, callbacks, rollouts=2, epochs=2, schedule="linear", ckpt_path=last)
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3, 5e-4])  # after a warm-up of 2, down to 0 at 4
 
 
 def test_a_multiplier_that_stays_zero_is_plain_grpo_bit_for_bit(tmp_path):

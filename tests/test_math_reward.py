@@ -18,6 +18,10 @@ from dclightning.rewards.math import last_boxed
         ("", None),
         (r"\boxed{", None),
         (r"\boxed{}", ""),
+        (r"\boxed{a \boxed{b} c", "b"),
+        (r"} \boxed{1 { } and \boxed{2}", "2"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{" * 200_000, None),
     ],
 )
 def test_the_last_complete_box_counts(response, answer):

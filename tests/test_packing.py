@@ -2,6 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dclightning.attention import lanes
 from dclightning.packing import micro_batches, pack
 from tests.helpers import random_rollout
 
@@ -29,13 +30,25 @@ def test_ranks_can_agree_on_a_number(lengths, count):
 def test_pack_points_at_the_right_tokens():
     rollout = random_rollout([3, 0, 1, 4])
     packed = pack(rollout, [0, 1, 3])
-    responses = [ids for _, ids in rollout.sequences()]
-    assert torch.equal(packed.targets, torch.cat([responses[0], responses[1], responses[3]]))
-    everything = torch.cat(responses)
-    assert torch.equal(everything[packed.index], packed.targets)
-    assert packed.boundaries.tolist() == [0, 7, 7 + 5, 7 + 5 + 8]
-    for start, end in packed.boundaries.unfold(0, 2, 1).tolist():
-        assert packed.position_ids[0, start:end].tolist() == list(range(end - start))
+    sequences = rollout.sequences()
+    responses = [ids for _, ids in sequences]
+    assert torch.equal(packed.targets, torch.cat([responses[3], responses[0], responses[1]]))  # longest first
+    assert torch.equal(torch.cat(responses)[packed.index], packed.targets)
+    assert torch.equal(packed.input_ids[0], torch.cat([torch.cat(sequences[i])[:-1] for i in (3, 0, 1)]))
+    assert packed.position_ids[0].tolist() == [*range(8), *range(7), *range(5)]
+
+
+@given(lengths=lengths)
+def test_lanes_hold_each_sequence_whole_and_waste_at_most_half(lengths):
+    lengths = sorted(lengths, reverse=True)
+    row = torch.arange(sum(lengths))
+    picked, held = [], []
+    for group in lanes(lengths, torch.device("cpu")):
+        picked.append(row[group.lay].flatten()[group.pick])
+        held.extend(group.lay[:, 0].tolist())
+        assert group.lay.numel() <= 2 * len(group.pick)
+    assert torch.equal(torch.cat(picked), row)
+    assert held == [sum(lengths[:i]) for i in range(len(lengths))]
 
 
 def test_a_prompt_of_one_token_without_a_response_packs():

@@ -38,6 +38,8 @@ def test_problems_are_distinct_and_their_order_follows_the_seed():
 def test_too_many_problems_are_refused():
     with pytest.raises(ValueError, match="count=1000000: there are"):
         arithmetic_problems("test", 1_000_000)
+    with pytest.raises(ValueError, match="split='tset'"):
+        arithmetic_problems("tset")
 
 
 def test_problems_from_a_file(tmp_path):
@@ -46,7 +48,13 @@ def test_problems_from_a_file(tmp_path):
     assert load_problems(str(path)) == [Problem("a", "1+1?", "2")]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"problem": "x"}', "3"])
+def test_only_line_feeds_end_a_line(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"problem": "a\u2028b", "answer": 1.5}\n', encoding="utf-8")
+    assert load_problems(str(path)) == [Problem("1", "a\u2028b", "1.5")]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"problem": "x"}', "3", '{"problem": null, "answer": "1"}'])
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "p.jsonl"
     path.write_text('{"problem": "x", "answer": "y"}\n' + line + "\n")
@@ -55,8 +63,9 @@ def test_a_bad_line_is_named(tmp_path, line):
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"problems='nowhere.jsonl': no such file"):
-        load_problems("nowhere.jsonl")
+    for name in ("nowhere.jsonl", "dclightning/arithmetic-tset"):
+        with pytest.raises(UserError, match=f"problems='{name}': no such file"):
+            load_problems(name)
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(UserError, match="empty"):
         load_problems(str(tmp_path / "empty.jsonl"))

@@ -20,8 +20,10 @@ def arithmetic_problems(split: str, count: int | None = None, seed: int = 0) -> 
         seed: Decides the order. Which side a problem is on does not depend on it.
 
     Raises:
-        ValueError: If there are fewer problems than ``count``.
+        ValueError: If there are fewer problems than ``count``, or no such split.
     """
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r}: must be train or test")
     exercises = [exercise for exercise in _exercises() if _held_out(*exercise) == (split == "test")]
     if count is not None and count > len(exercises):
         raise ValueError(f"count={count}: there are {len(exercises)} arithmetic problems in the {split} split")

@@ -10,6 +10,7 @@ from dclightning.data.problems import Problem
 from dclightning.rollout.types import Completion
 
 _BOXED = "\\boxed{"
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _INTEGER = re.compile(r"[+-]?\d{1,1000}")
 
 
@@ -47,15 +48,14 @@ class MathReward:
 
 def last_boxed(response: str) -> str | None:
     r"""What stands in the last ``\boxed{}`` whose braces are balanced; None if there is none."""
-    start = response.rfind(_BOXED)
-    while start >= 0:
-        depth = 1
-        for end in range(start + len(_BOXED), len(response)):
-            depth += {"{": 1, "}": -1}.get(response[end], 0)
-            if depth == 0:
-                return response[start + len(_BOXED) : end]
-        start = response.rfind(_BOXED, 0, start)
-    return None
+    opened: list[int | None] = []  # for each brace that is open, where its box's content starts
+    last: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(response):
+        if brace[0] != "}":
+            opened.append(brace.end() if brace[0] == _BOXED else None)
+        elif opened and (start := opened.pop()) is not None and (last is None or start > last[0]):
+            last = (start, brace.start())
+    return None if last is None else response[slice(*last)]
 
 
 @lru_cache(maxsize=4096)

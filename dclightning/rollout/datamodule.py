@@ -66,6 +66,14 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError(f"group_size={group_size}: must be at least 2, for an advantage compares siblings")
         if validation_samples < 1:
             raise ValueError(f"validation_samples={validation_samples}: must be at least 1")
+        if validation_limit is not None and validation_limit < 1:
+            raise ValueError(f"validation_limit={validation_limit}: must be at least 1")
+        if validation_samples > 1 and validation_sampling.temperature == 0:
+            raise ValueError(
+                f"validation_samples={validation_samples}: at temperature 0 all samples are the same; use 1"
+            )
+        if slashed := [name for name in validation_problems or {} if "/" in name]:
+            raise ValueError(f"validation_problems: the name {slashed[0]!r} must not contain a slash")
         if not sampling.covers_all_tokens:
             raise ValueError(
                 f"sampling: temperature={sampling.temperature}, top_p={sampling.top_p}, top_k={sampling.top_k}, "
@@ -96,7 +104,8 @@ class RolloutDataModule(L.LightningDataModule):
         model = trainer.lightning_module.model_name
         self.tokenizer = load_tokenizer(model)
         self.benchmarks = {
-            name: load_problems(source)[: self.validation_limit] for name, source in self.validation_problems.items()
+            name: load_problems(source, f"validation_problems.{name}")[: self.validation_limit]
+            for name, source in self.validation_problems.items()
         }
         longest = max((self._longest(p, self.validation_sampling) for p in self.benchmarks.values()), default=0)
         if stage == "fit":
@@ -110,6 +119,11 @@ class RolloutDataModule(L.LightningDataModule):
                 raise UserError(
                     f"prompts_per_step={self.prompts_per_step}: must be a multiple of the {self._replicas} "
                     "data-parallel ranks"
+                )
+            mini_batches, prompts = trainer.lightning_module.mini_batches, self.prompts_per_step // self._replicas
+            if prompts % mini_batches:
+                raise UserError(
+                    f"mini_batches={mini_batches}: must divide the prompts of a rollout on each rank, {prompts}"
                 )
             longest = max(longest, self._longest(self.training_problems, self.sampling))
         elif not self.benchmarks:
@@ -125,7 +139,7 @@ class RolloutDataModule(L.LightningDataModule):
         per_epoch = len(self.training_problems) // self.prompts_per_step
 
         def rollouts() -> Iterator[Rollout]:
-            for _ in range(self.step % per_epoch, per_epoch):
+            while True:  # the trainer knows when its epoch ends
                 self._stop_if_asked_to()
                 yield self.next_rollout()
 

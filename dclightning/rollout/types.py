@@ -84,11 +84,6 @@ class Rollout:
         """Where each response starts among the response tokens. (B,) int64"""
         return self.response_lengths.cumsum(0) - self.response_lengths
 
-    @property
-    def response_ids(self) -> Tensor:
-        """The response tokens. (R,) int64"""
-        return torch.cat([ids for _, ids in self.sequences()]) if len(self) else self.token_ids
-
     def sequences(self) -> list[tuple[Tensor, Tensor]]:
         """Prompt and response ids of each sequence."""
         parts = torch.stack([self.prompt_lengths, self.response_lengths], dim=1).flatten().tolist()

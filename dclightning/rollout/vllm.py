@@ -1,6 +1,5 @@
 """The vLLM engine, in the trainer's own process: one class for CPU and GPU."""
 
-import logging
 import math
 import os
 from collections.abc import Iterable
@@ -11,8 +10,6 @@ from torch import Tensor, nn
 
 from dclightning.errors import UserError
 from dclightning.rollout.types import Completion, Sampling
-
-log = logging.getLogger(__name__)
 
 CPU_QUANTIZATIONS = ("fp8_per_channel",)
 """The online quantisations whose kernels vLLM has for a CPU."""
@@ -64,7 +61,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
-        with torch.random.fork_rng():  # vLLM reseeds the global generators
+        with _random_state_kept():  # vLLM reseeds the global generators
             try:
                 self._llm = LLM(**arguments)
             except ValueError as error:
@@ -92,7 +89,7 @@ class VLLMEngine:
         # Nothing of an earlier call may matter: not the cache, not the random state. vLLM draws in this process from
         # torch's global generator.
         self._llm.reset_prefix_cache()
-        with torch.random.fork_rng():
+        with _random_state_kept():
             torch.manual_seed(seed)
             requests = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
         return [_completion(output, f"{i}.{output.index}") for i, r in enumerate(requests) for output in r.outputs]
@@ -143,13 +140,27 @@ class VLLMEngine:
             "logprobs_mode": "processed_logprobs",  # the default ignores the temperature
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            **({} if cpu else {"gpu_memory_utilization": self.gpu_memory_utilization}),
+            **({} if cpu else {"gpu_memory_utilization": self.gpu_memory_utilization, **_beside_ranks()}),
             **({} if memory is None else {"kv_cache_memory_bytes": int(memory * 2**30)}),
             **self.options,
         }
 
     def _described(self) -> str:
         return f"quantization={self.quantization!r}, dtype={self.dtype!r}, kv_cache_gib={self.kv_cache_gib}"
+
+
+def _beside_ranks() -> dict[str, Any]:
+    """On several GPUs each rank has an engine on its own; vLLM finds the device from the launcher's environment."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return {}
+    os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
+    os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device()))
+    return {"distributed_executor_backend": "external_launcher"}
+
+
+def _random_state_kept() -> Any:
+    # By default torch would open a context on every GPU in sight.
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
 def _completion(output: Any, sample: str) -> Completion:
