@@ -71,8 +71,8 @@ def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None
     if last.exists():
         command, resume = f"{prefix}dclightning", f"--config {folder}/config.yaml --ckpt_path last"
         console.print(f"  {command} validate {resume}", highlight=False)
-        console.print(f"  {command} fit {resume}", "(if it was interrupted)", highlight=False)
-        console.print(f"  {command} fit {resume} --trainer.max_epochs 2", "(for a second epoch)", highlight=False)
+        console.print(f"  {command} fit {resume}", "  # if it was interrupted", highlight=False)
+        console.print(f"  {command} fit {resume} --trainer.max_epochs 2", "  # for a second epoch", highlight=False)
 
 
 def _add_row(table: object, label: str, series: list[tuple[int, float]]) -> None:
