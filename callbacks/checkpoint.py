@@ -8,8 +8,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 class RolloutCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, which counts optimizer steps, set up to save after every n rollouts and at
-    the end of each epoch.
+    """Saves after every n rollouts and at the end of each epoch.
+
+    Lightning's ModelCheckpoint, of which this is one, counts optimizer steps.
 
     Args:
         every_n_rollouts: How often to save.
@@ -29,9 +30,8 @@ class RolloutCheckpoint(ModelCheckpoint):
             every_n_train_steps=1,
             save_on_train_epoch_end=False,
         )
-        warnings.filterwarnings(
-            "ignore", "Using ModelCheckpoint with manual optimization"
-        )  # weights after the update are meant
+        # That the weights are those after the update is as it should be.
+        warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is time, if this was the epoch's last rollout, or if SIGTERM has asked the run to end."""

@@ -48,19 +48,18 @@ def work(a: int, operator: str, b: int, slip: float = 0.0, random: Random | None
     Returns:
         The answer, and the working that ends in it.
     """
-    digits = str(a)[::-1] if operator == "*" else f"{a:02d}"[::-1]
-    others = str(b) * len(digits) if operator == "*" else f"{b:02d}"[::-1]
+    left = str(a) if operator == "*" else f"{a:02d}"
+    right = str(b) * len(left) if operator == "*" else f"{b:02d}"
+    sign = -1 if operator == "-" else 1
     steps, answer, carry = [], 0, 0
-    for position, (x, y) in enumerate(zip(digits, others, strict=True)):
-        joint = "-" if operator == "-" else "+"
-        total = {"+": int(x) + int(y) + carry, "-": int(x) - int(y) - carry, "*": int(x) * int(y) + carry}[operator]
+    for position, (x, y) in enumerate(zip(map(int, left[::-1]), map(int, right[::-1]), strict=True)):
+        total = (x * y if operator == "*" else x + sign * y) + sign * carry
         if random is not None and random.random() < slip:
             total += random.choice((-1, 1))
-        steps.append(f"{x}{operator}{y}{joint}{carry}={total}")
-        answer += total * 10**position
+        steps.append(f"{x}{operator}{y}{'+' if sign > 0 else '-'}{carry}={total}")
+        answer += total % 10 * 10**position
         carry = abs(total // 10)
-        answer -= total // 10 * 10 ** (position + 1)
-    answer += (-carry if operator == "-" else carry) * 10 ** len(digits)
+    answer += sign * carry * 10 ** len(left)
     return answer, f"{', '.join(steps)}. \\boxed{{{answer}}}"
 
 
