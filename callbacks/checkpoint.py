@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class RolloutCheckpoint(ModelCheckpoint):
@@ -34,10 +35,17 @@ class RolloutCheckpoint(ModelCheckpoint):
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save if it is time, if this was the epoch's last rollout, or if SIGTERM has asked the run to end."""
-        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or trainer.received_sigterm
+        """Save if it is time, or if this was the epoch's last rollout."""
+        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self._every_n_train_steps = 1 if last else self.every_n_rollouts * pl_module.mini_batches
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Save if SIGTERM ends the run: that happens between rollouts, and nothing computed is to be lost."""
+        if isinstance(exception, SIGTERMException) and trainer.global_step != self._last_global_step_saved:
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
 
     @property
     def state_key(self) -> str:

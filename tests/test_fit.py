@@ -1,5 +1,8 @@
 """The main job on the real engine: FP8 rollouts, FP32 training, small and short."""
 
+import os
+import signal
+
 import lightning as L
 import pytest
 import torch
@@ -18,8 +21,8 @@ pytestmark = pytest.mark.slow
 class Trace(L.Callback):
     """What each rollout was and what came of it; optionally a Ctrl-C."""
 
-    def __init__(self, interrupt_at=None):
-        self.rows, self.interrupt_at = [], interrupt_at
+    def __init__(self, interrupt_at=None, preempt_at=None):
+        self.rows, self.interrupt_at, self.preempt_at = [], interrupt_at, preempt_at
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.fit_loop.total_batch_idx == self.interrupt_at:
@@ -40,6 +43,8 @@ class Trace(L.Callback):
                 "multiplier": multiplier,
             }
         )
+        if trainer.fit_loop.total_batch_idx == self.preempt_at:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def fit(
@@ -84,8 +89,8 @@ def fit(
     )
     try:
         trainer.fit(module, datamodule, ckpt_path=ckpt_path)
-    except SystemExit:  # Lightning's answer to Ctrl-C
-        assert trace.interrupt_at is not None
+    except SystemExit:  # Lightning's answer to Ctrl-C and SIGTERM
+        assert trace.interrupt_at is not None or trace.preempt_at is not None
     return module, trace.rows
 
 
@@ -136,6 +141,21 @@ def test_interrupted_anywhere_and_resumed_equals_uninterrupted(tmp_path):
         resumed, after = fit(folder, callbacks(), ckpt_path=folder / "run" / "checkpoints" / "last.ckpt", **options)
         assert before + after == rows
         assert same_weights(resumed, whole)
+
+
+@pytest.mark.parametrize("stop", [0, 2])
+def test_a_preempted_run_is_saved_after_its_rollout_and_resumes_exactly(tmp_path, stop):
+    def callbacks():
+        return [LagrangianCallback(0.5, 20.0, 1e-3), RolloutCheckpoint(every_n_rollouts=100)]
+
+    options = {"rollouts": 4, "schedule": "cosine", "validate": True}
+    whole, rows = fit(tmp_path / "whole", callbacks(), **options)
+    _, before = fit(tmp_path / "cut", callbacks(), trace=Trace(preempt_at=stop), **options)
+    assert len(before) == stop + 1
+    last = tmp_path / "cut" / "run" / "checkpoints" / "last.ckpt"
+    resumed, after = fit(tmp_path / "cut", callbacks(), ckpt_path=last, **options)
+    assert before + after == rows
+    assert same_weights(resumed, whole)
 
 
 def test_epochs_may_be_shorter_than_the_problems(tmp_path):
