@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, Namespace
+from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -57,18 +58,20 @@ class DCLightningCLI(LightningCLI):
         """
 
     def before_instantiate_classes(self) -> None:
-        """Resolve ``--ckpt_path last``: the newest run of this name is continued in its own folder."""
+        """Resolve ``--ckpt_path last``, the newest run of this name; a run is continued in its own folder."""
         config = self.config[self.subcommand]
         path, logger = config.get("ckpt_path"), config.trainer.logger
         if self.subcommand != "fit":
             config.trainer.logger = False  # what these find out is printed; a run's log is of its training
-        if path == "last":
-            checkpoint = _newest_checkpoint(logger)
-            config.ckpt_path = str(checkpoint)
-            if self.subcommand == "fit":
-                logger.init_args.version = checkpoint.parent.parent.name
-        elif path is not None and not Path(path).exists():
+        if path is None:
+            return
+        checkpoint = _newest_checkpoint(logger) if path == "last" else Path(path)
+        if not checkpoint.exists():
             raise UserError(f"ckpt_path={path!r}: no such file")
+        config.ckpt_path = str(checkpoint)
+        run = checkpoint.parent.parent
+        if self.subcommand == "fit" and hasattr(logger, "init_args") and run.parent.resolve() == _runs_folder(logger).resolve():
+            logger.init_args.version = run.name
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a class refuses is the user's to mend."""
@@ -100,6 +103,9 @@ class DCLightningCLI(LightningCLI):
             raise
         except SIGTERMException:
             sys.exit(128 + signal.SIGTERM)
+        except SystemExit:  # Lightning's answer to Ctrl-C
+            print("dclightning: interrupted; --ckpt_path last continues from the last checkpoint", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
 
     def after_fit(self) -> None:
         """Say where everything is."""
@@ -126,12 +132,21 @@ class _SaveConfig(SaveConfigCallback):
             config.trainer.logger.init_args.version = None
         super().__init__(parser, config, **options)
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save when training starts; an evaluation leaves no file."""
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
+def _runs_folder(logger: Any) -> Path:
+    return Path(logger.init_args.save_dir) / (logger.init_args.get("name") or "")
+
 
 def _newest_checkpoint(logger: Any) -> Path:
     """The last checkpoint of the newest run that a configured logger has a folder of."""
     if not hasattr(logger, "init_args"):
         raise UserError("ckpt_path='last': needs a single logger with a save_dir; name the checkpoint's path instead")
-    folder = Path(logger.init_args.save_dir) / (logger.init_args.get("name") or "")
+    folder = _runs_folder(logger)
     version = logger.init_args.get("version")
     pattern = "*" if version is None else version if isinstance(version, str) else f"version_{version}"
     found = sorted(folder.glob(f"{pattern}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)

@@ -23,11 +23,11 @@ def main(arguments: list[str]) -> None:
 
 
 def newest_run(folder: Path) -> Path:
-    """The folder itself if it holds a TensorBoard log, else the folder of the newest log below it."""
-    logs = sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
-    if not logs:
-        raise UserError(f"run={str(folder)!r}: there is no TensorBoard log")
-    return logs[-1].parent
+    """The folder of the newest TensorBoard log, in a folder or below it, that has a rollout in it."""
+    for log in sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime, reverse=True):
+        if "train/reward" in read_scalars(log.parent):
+            return log.parent
+    raise UserError(f"run={str(folder)!r}: no rollout was logged there")
 
 
 def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -69,7 +69,7 @@ def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None
     console.print("\nnext:", highlight=False)
     console.print(f"  {prefix}tensorboard --logdir {os.path.relpath(run.parent)}", highlight=False)
     if last.exists():
-        command, resume = f"{prefix}dclightning", f"--config {folder}/config.yaml --ckpt_path last"
+        command, resume = f"{prefix}dclightning", f"--config {folder}/config.yaml --ckpt_path {os.path.relpath(last)}"
         console.print(f"  {command} validate {resume}", highlight=False)
         console.print(f"  {command} fit {resume}", "  # if it was interrupted", highlight=False)
         console.print(f"  {command} fit {resume} --trainer.max_epochs 2", "  # for a second epoch", highlight=False)

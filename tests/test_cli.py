@@ -100,8 +100,10 @@ def test_a_run_its_report_its_checkpoint_and_the_users_own_code(tmp_path):
     checked = dclightning("validate", *config, "--ckpt_path", "last", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert "val/arithmetic/deployed/avg@4" in checked.stdout
+    assert not (tmp_path / "config.yaml").exists()
 
-    resumed = dclightning("fit", *config, "--ckpt_path", "last", "--trainer.max_epochs", "2", cwd=tmp_path)
+    last = str((run / "checkpoints" / "last.ckpt").relative_to(tmp_path))
+    resumed = dclightning("fit", *config, "--ckpt_path", last, "--trainer.max_epochs", "2", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert "rollout 4/4" in resumed.stderr
     assert "rollout 2/" not in resumed.stderr
@@ -120,7 +122,7 @@ def test_a_stopped_run_leaves_nothing_behind(tmp_path, number):
             break
     process.send_signal(number)
     process.stderr.read()
-    assert process.wait(60) == {signal.SIGINT: 1, signal.SIGTERM: 143}[number]
+    assert process.wait(60) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     if number == signal.SIGTERM:  # a preempted run has lost nothing
         assert (tmp_path / "runs" / "quickstart" / "version_0" / "checkpoints" / "last.ckpt").exists()
     time.sleep(0.5)

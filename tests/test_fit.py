@@ -240,6 +240,12 @@ def test_a_reward_of_the_wrong_length_is_named(tmp_path):
     with pytest.raises(UserError, match="too_short: returned 1 rewards for 16 completions"):
         fit(tmp_path, rollouts=1, reward=too_short)
 
+    def words(problems, completions):
+        return ["good"] * len(completions)
+
+    with pytest.raises(UserError, match="words: rewards must be numbers or None"):
+        fit(tmp_path, rollouts=1, reward=words)
+
 
 @pytest.mark.parametrize(
     ("data", "message"),

@@ -242,10 +242,13 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _score(self, problems: list[Problem], completions: list[Completion]) -> torch.Tensor:
         rewards = self.reward(problems, completions)
+        name = getattr(self.reward, "__qualname__", type(self.reward).__name__)
         if len(rewards) != len(completions):
-            name = getattr(self.reward, "__qualname__", type(self.reward).__name__)
             raise UserError(f"reward {name}: returned {len(rewards)} rewards for {len(completions)} completions")
-        return torch.tensor([float("nan") if r is None else float(r) for r in rewards])
+        try:
+            return torch.tensor([float("nan") if r is None else float(r) for r in rewards])
+        except (ValueError, TypeError) as error:
+            raise UserError(f"reward {name}: rewards must be numbers or None ({error})") from error
 
     def _longest(self, problems: list[Problem], sampling: Sampling) -> int:
         return max(len(self.encode(problem)) for problem in problems) + sampling.max_tokens
