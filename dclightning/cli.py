@@ -69,10 +69,9 @@ class DCLightningCLI(LightningCLI):
         if not checkpoint.exists():
             raise UserError(f"ckpt_path={path!r}: no such file")
         config.ckpt_path = str(checkpoint)
-        run = checkpoint.parent.parent
-        if self.subcommand == "fit" and hasattr(logger, "init_args"):
-            if run.parent.resolve() == _runs_folder(logger).resolve():
-                logger.init_args.version = run.name
+        run, continued = checkpoint.parent.parent, self.subcommand == "fit" and hasattr(logger, "init_args")
+        if continued and run.parent.resolve() == _runs_folder(logger).resolve():
+            logger.init_args.version = run.name
 
     def instantiate_classes(self) -> None:
         """Build everything; a value that a class refuses is the user's to mend."""
