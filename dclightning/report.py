@@ -31,12 +31,13 @@ def newest_run(folder: Path) -> Path:
 
 
 def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values of every scalar of a run; a step that was logged again, after a resume, counts once."""
+    """Steps and values of every scalar of a run; of a step logged twice, the first (step 0: before training)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     return {
-        tag: sorted({event.step: event.value for event in log.Scalars(tag)}.items()) for tag in log.Tags()["scalars"]
+        tag: sorted({event.step: event.value for event in reversed(log.Scalars(tag))}.items())
+        for tag in log.Tags()["scalars"]
     }
 
 
