@@ -7,6 +7,8 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from dclightning.errors import RunStoppedError
+
 
 class RolloutCheckpoint(ModelCheckpoint):
     """Saves after every n rollouts and at the end of each epoch.
@@ -41,8 +43,11 @@ class RolloutCheckpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Save if SIGTERM ends the run: that happens between rollouts, and nothing computed is to be lost."""
-        if isinstance(exception, SIGTERMException) and trainer.global_step != self._last_global_step_saved:
+        """Save if the run ends between rollouts, by SIGTERM or for want of one: nothing computed is to be lost."""
+        if (
+            isinstance(exception, (SIGTERMException, RunStoppedError))
+            and trainer.global_step != self._last_global_step_saved
+        ):
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)

@@ -6,7 +6,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from dclightning.errors import UserError
+from dclightning.errors import UserError, check_choice
+
+Form = Literal["hinge", "gate"]
 
 
 class FixedPenalty(L.Callback):
@@ -19,11 +21,10 @@ class FixedPenalty(L.Callback):
             :math:`\lambda \delta_t`.
     """
 
-    def __init__(
-        self, multiplier: float = 0.1, threshold: float = 0.0, form: Literal["hinge", "gate"] = "hinge"
-    ) -> None:
+    def __init__(self, multiplier: float = 0.1, threshold: float = 0.0, form: Form = "hinge") -> None:
         if not multiplier >= 0:
             raise ValueError(f"multiplier={multiplier}: must not be negative")
+        check_choice("form", form, Form)
         if not threshold >= 0:
             raise ValueError(f"threshold={threshold}: must not be negative")
         self.multiplier = multiplier

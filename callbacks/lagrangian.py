@@ -8,8 +8,10 @@ import lightning as L
 from torch import Tensor
 
 from dclightning.discrepancy import sequence_mean, token_mean
-from dclightning.errors import UserError
+from dclightning.errors import UserError, check_choice
 from dclightning.lagrangian import dual_ascent
+
+MeanKind = Literal["sequence", "token"]
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class LagrangianCallback(L.Callback):
         budget: float = 0.0037,
         min_multiplier: float = 0.0,
         max_multiplier: float = 1.0,
-        aggregation: Literal["sequence", "token"] = "sequence",
+        aggregation: MeanKind = "sequence",
     ) -> None:
         if not 0 <= min_multiplier <= initial <= max_multiplier:
             raise ValueError(
@@ -47,6 +49,7 @@ class LagrangianCallback(L.Callback):
             raise ValueError(f"lr={lr}: must not be negative")
         if not budget >= 0:
             raise ValueError(f"budget={budget}: must not be negative")
+        check_choice("aggregation", aggregation, MeanKind)
         self.multiplier = initial
         self.lr = lr
         self.budget = budget
@@ -69,16 +72,22 @@ class LagrangianCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the multiplier that the step used, then move it."""
-        delta, lengths = outputs["delta"], outputs["response_lengths"]
-        mean = (sequence_mean(delta, lengths) if self.aggregation == "sequence" else token_mean(delta)).item()
+        delta, mean = outputs["delta"], self.mean_discrepancy(outputs)
         if not math.isfinite(mean):
             log.warning("The step's mean discrepancy is %s: the multiplier stays at %g", mean, self.multiplier)
         else:
             pl_module.log("lagrangian/violation", mean - self.budget)
             pl_module.log("discrepancy/over_budget", (delta > self.budget).float().mean())
+        pl_module.log("lagrangian/budget", self.budget)
         pl_module.log("lagrangian/multiplier", self.multiplier, prog_bar=True)
         self.history.append(self.multiplier)
         self.multiplier = dual_ascent(self.multiplier, mean, self.budget, self.lr, self.bounds)
+
+    def mean_discrepancy(self, outputs: dict[str, Tensor]) -> float:
+        """The mean discrepancy of a step, from what the training step returned; not finite if it had no token."""
+        if self.aggregation == "sequence":
+            return sequence_mean(outputs["delta"], outputs["response_lengths"]).item()
+        return token_mean(outputs["delta"]).item()
 
     def state_dict(self) -> dict[str, Any]:
         """The multiplier and its past."""

@@ -4,8 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dclightning.module import AdamW, GRPOModule
-    from dclightning.policy_loss import PolicyLoss
+    from dclightning.corrections import (
+        GeometricMask,
+        SequenceMIS,
+        SequenceTIS,
+        TokenMIS,
+        TokenTIS,
+        TrustRegionMask,
+        Veto,
+    )
+    from dclightning.module import GRPOModule, Overlong
+    from dclightning.optimizer import AdamW
+    from dclightning.policy_loss import CISPO, DPPO, GSPO, PPOClip
+    from dclightning.reference_kl import ReferenceKL
     from dclightning.rewards.math import MathReward
     from dclightning.rollout.datamodule import RolloutDataModule
     from dclightning.rollout.types import Completion, Rollout, Sampling
@@ -15,27 +26,51 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    "AdamW": "dclightning.module",
+    "AdamW": "dclightning.optimizer",
+    "CISPO": "dclightning.policy_loss",
     "Completion": "dclightning.rollout.types",
+    "DPPO": "dclightning.policy_loss",
+    "GeometricMask": "dclightning.corrections",
     "GRPOModule": "dclightning.module",
+    "GSPO": "dclightning.policy_loss",
     "MathReward": "dclightning.rewards.math",
+    "Overlong": "dclightning.module",
     "ParallelStrategy": "dclightning.strategies",
-    "PolicyLoss": "dclightning.policy_loss",
+    "PPOClip": "dclightning.policy_loss",
+    "ReferenceKL": "dclightning.reference_kl",
     "Rollout": "dclightning.rollout.types",
     "RolloutDataModule": "dclightning.rollout.datamodule",
     "Sampling": "dclightning.rollout.types",
+    "SequenceMIS": "dclightning.corrections",
+    "SequenceTIS": "dclightning.corrections",
+    "TokenMIS": "dclightning.corrections",
+    "TokenTIS": "dclightning.corrections",
+    "TrustRegionMask": "dclightning.corrections",
+    "Veto": "dclightning.corrections",
     "VLLMEngine": "dclightning.rollout.vllm",
 }
 __all__ = [
     "AdamW",
+    "CISPO",
     "Completion",
+    "DPPO",
+    "GeometricMask",
     "GRPOModule",
+    "GSPO",
     "MathReward",
+    "Overlong",
     "ParallelStrategy",
-    "PolicyLoss",
+    "PPOClip",
+    "ReferenceKL",
     "Rollout",
     "RolloutDataModule",
     "Sampling",
+    "SequenceMIS",
+    "SequenceTIS",
+    "TokenMIS",
+    "TokenTIS",
+    "TrustRegionMask",
+    "Veto",
     "VLLMEngine",
     "__version__",
 ]

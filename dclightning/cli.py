@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from dclightning.callbacks import Histograms, RolloutCheckpoint, RolloutProgress, WeightSync
 from dclightning.errors import UserError
 from dclightning.module import GRPOModule
 from dclightning.rollout.datamodule import RolloutDataModule
@@ -36,7 +37,12 @@ class DCLightningCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            trainer_defaults={"log_every_n_steps": 1, "num_sanity_val_steps": -1, "use_distributed_sampler": False},
+            trainer_defaults={
+                "callbacks": [WeightSync()],
+                "log_every_n_steps": 1,
+                "num_sanity_val_steps": -1,
+                "use_distributed_sampler": False,
+            },
             parser_kwargs={**quiet, **dict.fromkeys(self.subcommands(), quiet)},
         )
 
@@ -47,9 +53,20 @@ class DCLightningCLI(LightningCLI):
         return {"fit": excluded, "validate": excluded, "test": excluded}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """One seed for all, and the default reward in a form that a saved config can hold."""
+        """The callbacks of every run, one seed for all, and object defaults in a form that a saved config can hold.
+
+        What ``trainer.callbacks`` lists comes on top: there a config says which method it is.
+        """
+        parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(Histograms, "histograms")
+        parser.add_lightning_class_args(RolloutProgress, "progress")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
-        parser.set_defaults({"data.reward": {"class_path": "dclightning.MathReward"}})
+        parser.set_defaults(
+            {
+                "data.reward": {"class_path": "dclightning.MathReward"},
+                "model.loss": {"class_path": "dclightning.PPOClip"},
+            }
+        )
 
     def _parse_ckpt_path(self) -> None:
         """Flags and configs say how to run; a checkpoint only where from (Lightning would let it override them).

@@ -6,10 +6,13 @@ Everything here is a constant of the loss: no gradient flows through it. With :m
 """
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from dclightning.errors import check_choice
+from dclightning.ragged import segment_mean
 
 DiscrepancyKind = Literal["probability", "ratio", "log"]
 
@@ -18,7 +21,8 @@ DiscrepancyKind = Literal["probability", "ratio", "log"]
 def discrepancy(old_logprobs: Tensor, rollout_logprobs: Tensor, kind: DiscrepancyKind = "probability") -> Tensor:
     r"""Discrepancy of each token.
 
-    ``probability``: :math:`|p - q|`; ``ratio``: :math:`|p / q - 1|`; ``log``: :math:`|\log p - \log q|`.
+    ``probability``: :math:`|p - q|`; ``ratio``: :math:`|p / q - 1|`, where p / q beyond e^20 counts as e^20, so that
+    nothing overflows; ``log``: :math:`|\log p - \log q|`.
 
     Args:
         old_logprobs: Log-probabilities under the training policy, any shape.
@@ -28,18 +32,17 @@ def discrepancy(old_logprobs: Tensor, rollout_logprobs: Tensor, kind: Discrepanc
     Returns:
         The discrepancies, float32, same shape.
     """
+    check_choice("discrepancy", kind, DiscrepancyKind)
     p, q = old_logprobs.float(), rollout_logprobs.float()
     if kind == "probability":
         return (p.exp() - q.exp()).abs()
     if kind == "ratio":
-        return torch.expm1(p - q).abs()
-    if kind == "log":
-        return (p - q).abs()
-    raise ValueError(f"discrepancy kind {kind!r} is not one of {', '.join(get_args(DiscrepancyKind))}")
+        return torch.expm1((p - q).clamp(max=20)).abs()
+    return (p - q).abs()
 
 
 def sequence_mean(values: Tensor, lengths: Tensor) -> Tensor:
-    """Mean over the tokens of each response, then over the responses that have any.
+    """Mean over the tokens of each response, then over the responses that have any (paper, section 5).
 
     Args:
         values: One number for each response token, the responses one after another. (R,)
@@ -48,11 +51,8 @@ def sequence_mean(values: Tensor, lengths: Tensor) -> Tensor:
     Returns:
         The mean, a float64 scalar; NaN if no response has a token.
     """
-    filled = lengths[lengths > 0]
-    if len(filled) == 0:
-        return torch.full((), math.nan, dtype=torch.float64, device=values.device)
-    # Unlike index_add this adds in the same order each time, on a GPU as well: every rank must get the same multiplier.
-    return (torch.segment_reduce(values.double(), "sum", lengths=filled) / filled).mean()
+    # Summed in the same order each time, on a GPU as well: every rank must get the same multiplier.
+    return segment_mean(values, lengths).sum() / (lengths > 0).sum()
 
 
 def token_mean(values: Tensor) -> Tensor:
@@ -60,30 +60,7 @@ def token_mean(values: Tensor) -> Tensor:
     return values.double().mean()
 
 
-def discrepancy_statistics(delta: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Means and tail of the discrepancies of a rollout, (R,), with the responses' lengths, (B,)."""
-    return {
-        "discrepancy/sequence_mean": sequence_mean(delta, lengths),
-        "discrepancy/token_mean": token_mean(delta),
-        "discrepancy/p99": _quantile(delta, 0.99),
-        "discrepancy/max": delta.max(),
-    }
-
-
-def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """The names under which other trainers report the mismatch, so that runs can be compared; both inputs (R,)."""
-    gap = (old_logprobs - rollout_logprobs).double()
-    difference = (old_logprobs.exp() - rollout_logprobs.exp()).abs()
-    return {
-        "rollout_corr/kl": -gap.mean(),
-        "rollout_corr/k3_kl": (gap.expm1() - gap).mean(),
-        "rollout_corr/chi2_token": torch.expm1(2 * gap).mean(),
-        "training/rollout_probs_diff_mean": difference.mean(),
-        "training/rollout_probs_diff_max": difference.max(),
-        "training/rollout_probs_diff_std": difference.std(correction=0),
-    }
-
-
-def _quantile(values: Tensor, q: float) -> Tensor:
+def quantile(values: Tensor, q: float) -> Tensor:
+    """The smallest of some numbers that at least a share q of them does not exceed; a scalar."""
     # torch.quantile refuses more than 16 million values.
-    return values.kthvalue(max(1, round(q * values.numel()))).values
+    return values.kthvalue(max(1, math.ceil(q * values.numel() - 1e-9))).values

@@ -1,7 +1,9 @@
 """The constraint on the discrepancy: how it is charged to the advantages, and how its price moves."""
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 
@@ -34,3 +36,16 @@ def dual_ascent(multiplier: float, discrepancy: float, budget: float, lr: float,
         return multiplier
     low, high = bounds
     return min(max(multiplier + lr * (discrepancy - budget), low), high)
+
+
+def running_budget(discrepancies: Sequence[float], quantile: float, slack: float) -> float:
+    r"""A budget that follows the floor of what was measured: :math:`c = (1 + slack) \cdot Q_{quantile}(\bar\delta)`.
+
+    This goes beyond the paper, whose budget is a constant.
+
+    Args:
+        discrepancies: Mean discrepancies of the latest steps, at least one.
+        quantile: Which quantile of them is taken to be the floor, from 0 to 1.
+        slack: What the budget is above the floor, as a share of it.
+    """
+    return (1 + slack) * float(np.quantile(discrepancies, quantile))

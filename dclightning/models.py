@@ -88,7 +88,7 @@ def token_logprobs(model: Any, batch: Pack, temperature: float, entropy: bool = 
         model: From :func:`load_policy`.
         batch: R response tokens.
         temperature: The sampling temperature; logits are divided by it.
-        entropy: Whether to compute the entropies, which no gradient flows through.
+        entropy: Whether to compute the entropies, too.
 
     Returns:
         Log-probs, (R,) float32, and entropies in nats, (R,) float32, or zeros.
@@ -126,9 +126,8 @@ def _head(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, 
     logprobs = -cross_entropy(logits, targets, reduction="none")
     if not entropy:
         return logprobs, torch.zeros_like(logprobs)
-    with torch.no_grad():
-        everything = logits.log_softmax(-1)
-        return logprobs, -(everything.exp() * everything).sum(-1)
+    everything = logits.log_softmax(-1)
+    return logprobs, -(everything.exp() * everything).sum(-1)
 
 
 @torch.no_grad()
@@ -149,6 +148,7 @@ def check_token_logprobs(model: Any, name: str) -> None:
         predictors=torch.arange(8, device=device),
         targets=ids,
         index=torch.arange(8, device=device),
+        response_lengths=torch.tensor([4, 4], device=device),
     )
     packed, _ = token_logprobs(model, both, temperature=1.0)
     if not torch.equal(packed, token_logprobs(model, both, temperature=1.0)[0]):

@@ -2,9 +2,9 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import lightning as L
 import torch
@@ -12,41 +12,71 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import get_scheduler
 
-from dclightning.advantages import group_advantages
-from dclightning.discrepancy import DiscrepancyKind, discrepancy, discrepancy_statistics, mismatch_metrics
+from dclightning.advantages import AdvantageKind, advantages, soft_length_penalty
+from dclightning.corrections import Correction, check_corrections, corrected
+from dclightning.discrepancy import DiscrepancyKind, discrepancy
+from dclightning.errors import check_choice
 from dclightning.lagrangian import penalized_advantages
+from dclightning.metrics import Discrepancy, ImportanceWeights, Means, Mismatch
 from dclightning.models import check_token_logprobs, load_policy, reshard, token_logprobs
+from dclightning.optimizer import AdamW
 from dclightning.packing import Pack, micro_batches, pack
 from dclightning.phases import phases
-from dclightning.policy_loss import PolicyLoss, clipped, clipped_surrogate, probability_ratio, token_weights
+from dclightning.policy_loss import Aggregation, PolicyLoss, PPOClip, approx_kl, probability_ratio, token_weights
+from dclightning.ragged import segment_sum, spread
+from dclightning.reference_kl import ReferenceKL, reference_kl
 from dclightning.rollout.types import Rollout
 from dclightning.strategies import clip_grad_norm, data_parallel_gather, data_parallel_group, data_parallel_reduce
 
 log = logging.getLogger(__name__)
 
+MEANS = (
+    *("train/reward", "train/unscored_fraction", "train/response_length", "train/truncated_fraction"),
+    *(
+        "train/length_penalty",
+        "train/discarded_per_group",
+        "train/loss",
+        "train/grad_norm",
+        "train/entropy",
+        "train/reference_kl",
+    ),
+    *("train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high", "train/approx_kl"),
+    *("discrepancy/kept_mean", "lagrangian/penalty_mean"),
+)
+"""What is logged as a mean over the responses or tokens of a step."""
+
 
 @dataclass(frozen=True)
-class AdamW:
-    """The optimizer's settings; the defaults are the paper's."""
+class Overlong:
+    """What becomes of responses that are long, or cut off; the rewards that are logged do not change."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-15
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    """Gradients of an optimizer step are scaled down to this norm."""
-    schedule: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
-    """How the learning rate moves from rollout to rollout."""
-    warmup: int = 0
-    """Rollouts over which the learning rate rises, for the schedules that have a warm-up."""
+    mask: bool = False
+    """Whether truncated responses are left out of the loss and of the discrepancy. Their rewards still count in their
+    groups."""
+    buffer: int = 0
+    """The last tokens before the longest response, over which a penalty rises linearly from 0 to 1; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"lr={self.lr}: must not be negative")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm}: must be positive; .inf turns clipping off")
-        if self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup}: must not be negative")
+        if self.buffer < 0:
+            raise ValueError(f"buffer={self.buffer}: must not be negative")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What an update takes as given: constants of the step, one for each response token, (R,)."""
+
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    reference_logprobs: Tensor
+    advantages: Tensor
+    """The penalty is in them."""
+    weights: Tensor
+    """Of the corrections."""
+    keep: Tensor
+    """Which tokens take part in the loss. bool"""
+
+    def __getitem__(self, index: Tensor) -> "_Given":
+        return _Given(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
 
 class GRPOModule(L.LightningModule):
@@ -59,23 +89,35 @@ class GRPOModule(L.LightningModule):
         model: A causal language model by hub name or folder, or one that ships with the package
             (``dclightning/tiny-arithmetic``).
         loss: The policy loss.
+        aggregation: How tokens are weighed against each other: ``token``, ``sequence`` or ``sequence-sum-norm``.
+        norm_length: The constant length of ``sequence-sum-norm``, in tokens.
+        advantage: What a response is compared with, and the scale.
         discrepancy: How a token's discrepancy is measured.
+        corrections: Weights and masks for the gap between the two policies, stacked.
+        overlong: What becomes of responses that are long, or cut off.
+        reference_kl: The price of moving away from the policy that training started from.
+        entropy_bonus: The weight of the policy's entropy in the objective.
         optimizer: The optimizer's settings.
         mini_batches: Optimizer steps to a rollout; they share its prompts evenly.
         micro_batch_tokens: Most tokens of a forward and backward pass. Memory depends on it, the result does not.
-        normalize_std: Whether advantages are divided by their group's std (GRPO) or not (Dr. GRPO).
         gradient_checkpointing: Whether to recompute activations in the backward pass.
     """
 
     def __init__(
         self,
         model: str,
-        loss: PolicyLoss = PolicyLoss(),
+        loss: PolicyLoss = PPOClip(),
+        aggregation: Aggregation = "token",
+        norm_length: int = 8192,
+        advantage: AdvantageKind = "grpo",
         discrepancy: DiscrepancyKind = "probability",
+        corrections: Sequence[Correction] = (),
+        overlong: Overlong = Overlong(),
+        reference_kl: ReferenceKL = ReferenceKL(),
+        entropy_bonus: float = 0.0,
         optimizer: AdamW = AdamW(),
         mini_batches: int = 4,
         micro_batch_tokens: int = 16384,
-        normalize_std: bool = True,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -83,14 +125,28 @@ class GRPOModule(L.LightningModule):
             raise ValueError(f"mini_batches={mini_batches}: must be at least 1")
         if micro_batch_tokens < 1:
             raise ValueError(f"micro_batch_tokens={micro_batch_tokens}: must be at least 1")
+        if norm_length < 1:
+            raise ValueError(f"norm_length={norm_length}: must be at least 1")
+        if not entropy_bonus >= 0:
+            raise ValueError(f"entropy_bonus={entropy_bonus}: must not be negative")
+        check_choice("aggregation", aggregation, Aggregation)
+        check_choice("advantage", advantage, AdvantageKind)
+        check_choice("discrepancy", discrepancy, DiscrepancyKind)
+        check_corrections(corrections, loss.uses_inference_ratio)
         self.automatic_optimization = False
         self.model_name = model
         self.loss = loss
-        self.discrepancy = discrepancy
+        self.aggregation: Aggregation = aggregation
+        self.norm_length = norm_length
+        self.advantage: AdvantageKind = advantage
+        self.discrepancy: DiscrepancyKind = discrepancy
+        self.corrections = corrections
+        self.overlong = overlong
+        self.reference_kl = reference_kl
+        self.entropy_bonus = entropy_bonus
         self.optimizer_settings = optimizer
         self.mini_batches = mini_batches
         self.micro_batch_tokens = micro_batch_tokens
-        self.normalize_std = normalize_std
         self.gradient_checkpointing = gradient_checkpointing
         self.model: Any = None
         self.penalty: Callable[[Tensor], Tensor] | None = None
@@ -102,6 +158,9 @@ class GRPOModule(L.LightningModule):
         """Load the policy, where the strategy wants it."""
         if self.model is None:
             self.model = load_policy(self.model_name, self.trainer.strategy, self.gradient_checkpointing)
+            if self.reference_kl.coefficient:
+                # Not registered as a part of the module: it is neither trained nor saved.
+                self.__dict__["reference"] = load_policy(self.model_name, self.trainer.strategy).requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
         """AdamW, and a learning rate that moves once per rollout."""
@@ -116,6 +175,14 @@ class GRPOModule(L.LightningModule):
         """Refuse a model that the log-probs would be wrong for, and forget an earlier run's penalty."""
         check_token_logprobs(self.model, self.model_name)
         self.penalty = None
+        if self.reference_kl.coefficient:
+            self.reference.to(self.device)
+        replicas, group = data_parallel_group(self.trainer.strategy)
+        options = {"process_group": group, "sync_on_compute": replicas > 1}
+        self.means = Means(*MEANS, **options).to(self.device)
+        self.of_discrepancy = Discrepancy(**options).to(self.device)
+        self.of_mismatch = Mismatch(**options).to(self.device)
+        self.of_weights = ImportanceWeights(**options).to(self.device)
 
     def on_train_start(self) -> None:
         """Follow this run's own schedule: the checkpoint that it resumes from may have had a shorter one."""
@@ -124,6 +191,13 @@ class GRPOModule(L.LightningModule):
         for group, lr, factor in groups:
             group["lr"] = lr * factor(scheduler.last_epoch)
         phases.take()
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        if self.penalty is not None and getattr(datamodule, "dynamic_sampling", None):
+            log.warning(
+                "dynamic_sampling=%d changes the method: groups of equal rewards, which would still pay for their "
+                "discrepancy, are replaced",
+                datamodule.dynamic_sampling,
+            )
 
     def _planned_rollouts(self) -> int:
         epochs, steps = self.trainer.max_epochs, self.trainer.max_steps  # -1 is no limit
@@ -143,26 +217,49 @@ class GRPOModule(L.LightningModule):
 
         Returns:
             For callbacks: ``delta`` and ``response_lengths`` of all ranks' responses, and this rank's ``ratio`` of each
-            response token as the update saw it.
+            response token as the update saw it. Responses that are masked for being truncated are in none of them.
         """
         self._check_version(rollout)
         plan = self._plan(rollout)
         with phases("score"):
-            old_logprobs, entropy = self._score(rollout, plan)
+            old_logprobs, entropy, reference_logprobs = self._score(rollout, plan)
         delta = discrepancy(old_logprobs, rollout.rollout_logprobs, self.discrepancy)
         penalty = torch.zeros_like(delta) if self.penalty is None else self.penalty(delta)
-        of_responses = group_advantages(rollout.rewards, rollout.group_size, normalize_std=self.normalize_std)
-        advantages = penalized_advantages(of_responses.repeat_interleave(rollout.response_lengths), penalty)
+        lengths = rollout.response_lengths
+        of_tokens = spread(self._advantages(rollout), lengths)
+        weights, keep = corrected(self.corrections, old_logprobs - rollout.rollout_logprobs, lengths)
+        valid = ~rollout.truncated if self.overlong.mask else torch.ones_like(rollout.truncated)
+        tokens = spread(valid, lengths)
+        given = _Given(
+            old_logprobs=old_logprobs,
+            rollout_logprobs=rollout.rollout_logprobs,
+            reference_logprobs=reference_logprobs,
+            advantages=penalized_advantages(of_tokens, penalty),
+            weights=weights,
+            keep=keep & tokens,
+        )
         with phases("update"):
-            ratio = self._update(rollout, plan, old_logprobs, advantages)
-        everywhere = {
-            "delta": self._gather(delta),
-            "response_lengths": self._gather(rollout.response_lengths),
+            ratio = self._update(rollout, plan, given)
+        self._measure(rollout, tokens, entropy, penalty)
+        if self.corrections:
+            self.means.update({"discrepancy/kept_mean": delta[given.keep]})
+        self.of_discrepancy.update(delta[tokens], lengths[valid])
+        self.of_mismatch.update(old_logprobs[tokens], rollout.rollout_logprobs[tokens])
+        self.of_weights.update(weights[tokens], keep[tokens])
+        self._log_metrics()
+        return {
+            "delta": self._gather(delta[tokens]),
+            "response_lengths": self._gather(lengths[valid]),
+            "ratio": ratio[tokens],
         }
-        self._log_rollout(rollout, entropy, penalty)
-        self._log_discrepancy(old_logprobs, rollout.rollout_logprobs, **everywhere)
-        self._log_update(ratio, advantages)
-        return {**everywhere, "ratio": ratio}
+
+    def _advantages(self, rollout: Rollout) -> Tensor:
+        """One for each response, (B,), from its reward less the penalty for its length."""
+        penalty = soft_length_penalty(rollout.response_lengths, rollout.max_tokens, self.overlong.buffer)
+        if self.overlong.buffer:
+            self.means.update({"train/length_penalty": penalty})
+        rewards = rollout.rewards - penalty
+        return advantages(rewards, rollout.group_size, self.advantage, self._gather(rewards))
 
     def _plan(self, rollout: Rollout) -> list[list[Pack]]:
         """For each optimizer step its micro-batches: the same number on every rank, as sharded models need."""
@@ -185,45 +282,73 @@ class GRPOModule(L.LightningModule):
         ]
 
     @torch.no_grad()
-    def _score(self, rollout: Rollout, plan: list[list[Pack]]) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the response tokens before the first update, in the update's micro-batches."""
-        logprobs = torch.zeros_like(rollout.rollout_logprobs)
-        entropy = torch.zeros_like(logprobs)
+    def _score(self, rollout: Rollout, plan: list[list[Pack]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropies of the response tokens before the first update, in the update's micro-batches.
+
+        And the reference policy's log-probs; zeros where there is none.
+        """
+        logprobs, entropy, reference = torch.zeros_like(rollout.rollout_logprobs).expand(3, -1).clone()
         for batch in (batch for mini in plan for batch in mini):
             logprobs[batch.index], entropy[batch.index] = token_logprobs(
                 self.model, batch, rollout.temperature, entropy=True
             )
+            if self.reference_kl.coefficient:
+                reference[batch.index], _ = token_logprobs(self.reference, batch, rollout.temperature)
         reshard(self.model)
-        return logprobs, entropy
+        return logprobs, entropy, reference
 
-    def _update(self, rollout: Rollout, plan: list[list[Pack]], old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    def _update(self, rollout: Rollout, plan: list[list[Pack]], given: _Given) -> Tensor:
         """``mini_batches`` optimizer steps; returns the ratio of each response token as the update saw it."""
         optimizer: Any = self.optimizers()
         replicas, _ = data_parallel_group(self.trainer.strategy)
-        ratio = torch.ones_like(old_logprobs)
-        totals = defaultdict(list)
+        regularised = bool(self.reference_kl.coefficient or self.entropy_bonus)
+        # What has a gradient: a token whose advantage is zero has none, unless something else pulls at the policy.
+        active = given.keep & (regularised | ((given.advantages != 0) & (given.weights != 0)))
+        ratio = torch.ones_like(given.old_logprobs)
         for mini, lengths in zip(plan, rollout.response_lengths.chunk(len(plan)), strict=True):
-            index = torch.cat([batch.index for batch in mini])
-            tokens, responses, active = self._sum(
-                torch.stack([lengths.sum(), (lengths > 0).sum(), (advantages[index] != 0).sum()])
+            index = torch.cat([batch.index for batch in mini]).sort().values
+            keep = given.keep[index]
+            responses = (segment_sum(keep, lengths) > 0).sum()
+            counts = self._sum(torch.stack([keep.sum(), responses, active[index].sum()]))
+            weights = torch.zeros_like(ratio)
+            weights[index] = token_weights(
+                lengths, keep, counts[0], counts[1], self.aggregation, norm_length=self.norm_length
             )
-            weights = torch.zeros_like(advantages)
-            weights[index.sort().values] = token_weights(lengths, self.loss, tokens, responses)
             loss = torch.zeros((), device=self.device)
-            for batch in mini if active > 0 else []:
-                logprobs, _ = token_logprobs(self.model, batch, rollout.temperature)
-                r = probability_ratio(logprobs, old_logprobs[batch.index])
-                objective = clipped_surrogate(r, advantages[batch.index], self.loss.clip_low, self.loss.clip_high)
+            for batch in mini if counts[2] > 0 else []:
+                logprobs, entropy = token_logprobs(
+                    self.model, batch, rollout.temperature, entropy=self.entropy_bonus > 0
+                )
+                objective = self._objective(logprobs, entropy, given[batch.index], batch.response_lengths)
                 part = -(weights[batch.index] * objective).sum()
                 self.manual_backward(part * replicas)  # gradients are averaged over ranks, the loss is a sum
                 loss += part.detach()
-                ratio[batch.index] = r.detach()
-            totals["train/loss"].append(self._sum(loss))
-            totals["train/grad_norm"].append(self._step(optimizer, int(tokens), int(active)))
-        self.log_dict({name: torch.stack(values).mean() for name, values in totals.items()})
+                ratio[batch.index] = probability_ratio(logprobs.detach(), given.old_logprobs[batch.index])
+            self.means.update({"train/loss": self._sum(loss)})
+            self.means.update({"train/grad_norm": self._step(optimizer, int(counts[0]), int(counts[2]))})
         self.log("train/lr", optimizer.param_groups[0]["lr"])
         self.lr_schedulers().step()  # type: ignore[union-attr]
         return ratio
+
+    def _objective(self, logprobs: Tensor, entropy: Tensor, given: _Given, lengths: Tensor) -> Tensor:
+        """What each token of some whole responses adds to the objective, (R,)."""
+        objective, side = self.loss(logprobs, given.old_logprobs, given.rollout_logprobs, given.advantages, lengths)
+        objective = given.weights * objective
+        cut = side[given.keep]
+        measured = {
+            "train/clip_fraction": cut != 0,
+            "train/clip_fraction_low": cut < 0,
+            "train/clip_fraction_high": cut > 0,
+            "train/approx_kl": approx_kl(logprobs.detach(), given.old_logprobs)[given.keep],
+        }
+        if self.reference_kl.coefficient:
+            kl = reference_kl(logprobs, given.old_logprobs, given.reference_logprobs, self.reference_kl.estimator)
+            objective = objective - self.reference_kl.coefficient * kl
+            measured["train/reference_kl"] = kl.detach()[given.keep]
+        if self.entropy_bonus:
+            objective = objective + self.entropy_bonus * entropy
+        self.means.update(measured)
+        return objective
 
     def _step(self, optimizer: Any, tokens: int, active: int) -> Tensor:
         """Clip and step; returns the gradient's norm. Without a usable gradient nothing moves, but the step counts."""
@@ -231,7 +356,7 @@ class GRPOModule(L.LightningModule):
         if active > 0:
             norm = clip_grad_norm(self.model.parameters(), self.optimizer_settings.max_grad_norm)
         if tokens == 0:
-            log.warning("No response has a token: the optimizer step is skipped")
+            log.warning("No token is left to train on: the optimizer step is skipped")
         elif not norm.isfinite():
             log.warning("The gradient's norm is %s: the optimizer step is skipped", norm.item())
         if active == 0 or not norm.isfinite():
@@ -299,32 +424,28 @@ class GRPOModule(L.LightningModule):
 
     # What is logged
 
-    def _log_rollout(self, rollout: Rollout, entropy: Tensor, penalty: Tensor) -> None:
+    def _measure(self, rollout: Rollout, tokens: Tensor, entropy: Tensor, penalty: Tensor) -> None:
         scored = ~rollout.rewards.isnan()
-        self.log("train/reward", self._mean(rollout.rewards[scored]), prog_bar=True)
-        self.log("train/unscored_fraction", self._mean(1 - scored.float()))
-        self.log("train/response_length", self._mean(rollout.response_lengths))
-        self.log("train/truncated_fraction", self._mean(rollout.truncated))
-        self.log("train/entropy", self._mean(entropy))
-        self.log("lagrangian/penalty_mean", self._mean(penalty))
-        self.log("lagrangian/penalty_max", torch.cat([self._gather(penalty), penalty.new_zeros(1)]).max())
+        self.means.update(
+            {
+                "train/reward": rollout.rewards[scored],
+                "train/unscored_fraction": ~scored,
+                "train/response_length": rollout.response_lengths,
+                "train/truncated_fraction": rollout.truncated,
+                "train/discarded_per_group": torch.tensor(rollout.discarded_groups * rollout.group_size / len(rollout)),
+                "train/entropy": entropy[tokens],
+                "lagrangian/penalty_mean": penalty[tokens],
+            }
+        )
+        largest = torch.cat([penalty[tokens], penalty.new_zeros(1)]).max()
+        self.log("lagrangian/penalty_max", data_parallel_reduce(self.trainer.strategy, largest, dist.ReduceOp.MAX))
         self._tokens = self._sum(torch.stack([rollout.response_lengths.sum(), rollout.prompt_lengths.sum()]))
 
-    def _log_discrepancy(
-        self, old_logprobs: Tensor, rollout_logprobs: Tensor, delta: Tensor, response_lengths: Tensor
-    ) -> None:
-        if len(delta) == 0:
-            return
-        statistics = discrepancy_statistics(delta, response_lengths)
-        self.log("discrepancy/sequence_mean", statistics.pop("discrepancy/sequence_mean").float(), prog_bar=True)
-        self.log_dict({name: value.float() for name, value in statistics.items()})
-        metrics = mismatch_metrics(self._gather(old_logprobs), self._gather(rollout_logprobs))
-        self.log_dict({name: value.float() for name, value in metrics.items()})
-
-    def _log_update(self, ratio: Tensor, advantages: Tensor) -> None:
-        cut = clipped(ratio, advantages, self.loss.clip_low, self.loss.clip_high)
-        self.log("train/clip_fraction", self._mean(cut))
-        self.log("train/approx_kl", self._mean(ratio - 1 - ratio.log()))
+    def _log_metrics(self) -> None:
+        for metric in (self.means, self.of_discrepancy, self.of_mismatch, self.of_weights):
+            for name, value in metric.compute().items():
+                self.log(name, value.float(), prog_bar=name in ("train/reward", "discrepancy/sequence_mean"))
+            metric.reset()
 
     def on_train_batch_end(self, outputs: Any, batch: Rollout, batch_idx: int) -> None:
         """Log the times of the whole step, the callbacks' part included."""
@@ -339,9 +460,3 @@ class GRPOModule(L.LightningModule):
 
     def _gather(self, values: Tensor) -> Tensor:
         return data_parallel_gather(self.trainer.strategy, values)
-
-    def _mean(self, values: Tensor) -> Tensor:
-        """Mean over the values of all ranks; 0 if there are none."""
-        values = values.double()
-        total, count = self._sum(torch.stack([values.sum(), torch.ones_like(values).sum()]))
-        return torch.div(total, count.clamp(min=1)).float()

@@ -25,6 +25,8 @@ class Pack:
     """The response tokens. (R,) int64"""
     index: Tensor
     """Where each of them stands among the rollout's response tokens. (R,) int64"""
+    response_lengths: Tensor
+    """Response tokens of each sequence, in the row's order. (B,) int64"""
 
 
 def pack(rollout: Rollout, sequences: list[int]) -> Pack:
@@ -48,6 +50,7 @@ def pack(rollout: Rollout, sequences: list[int]) -> Pack:
         predictors=predictors,
         targets=rollout.token_ids[inputs[predictors] + 1],
         index=ranges([(offsets[i], responses[i]) for i in sequences]),
+        response_lengths=rollout.response_lengths[sequences],
     )
 
 

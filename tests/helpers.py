@@ -1,10 +1,14 @@
 """Real rollouts without an engine: token ids and log-probs are given, everything downstream is the product."""
 
+from dataclasses import replace
+
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 
 from dclightning import AdamW, GRPOModule, Rollout
+from dclightning.models import load_policy, token_logprobs
+from dclightning.packing import pack
 from dclightning.rollout.datamodule import RolloutLoader
 
 TINY = "dclightning/tiny-arithmetic"
@@ -25,8 +29,18 @@ def random_rollout(lengths, group_size=2, prompt=5, rewards=None, seed=0, temper
         truncated=torch.zeros(count, dtype=torch.bool),
         group_size=group_size,
         temperature=temperature,
+        max_tokens=64,
         weight_version=version,
     )
+
+
+@torch.no_grad()
+def nearly_on_policy(rollout, model=TINY) -> Rollout:
+    """The same tokens with log-probs that an engine close to the model could have given."""
+    packed = pack(rollout, list(range(len(rollout))))
+    logprobs = torch.empty_like(rollout.rollout_logprobs)
+    logprobs[packed.index] = token_logprobs(load_policy(model), packed, rollout.temperature)[0]
+    return replace(rollout, rollout_logprobs=logprobs + 0.02 * torch.randn(len(logprobs)))
 
 
 class GivenRollouts(L.LightningDataModule):

@@ -4,49 +4,60 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+import dclightning
 from dclightning.cli import DCLightningCLI
+from dclightning.models import load_policy
+from tests.helpers import TINY, nearly_on_policy, random_rollout, train
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
-@pytest.fixture(scope="module")
-def parse():
-    """Parse as ``dclightning fit`` does, without running anything."""
+class ParseOnly(DCLightningCLI):
+    """Parses as ``dclightning fit`` does, without running anything."""
 
-    class ParseOnly(DCLightningCLI):
-        def before_instantiate_classes(self):
-            pass
-
-        def instantiate_classes(self):
-            self.trainer = self.model = self.datamodule = None
-
-        def _run_subcommand(self, subcommand):
-            pass
-
-    def parsed(*paths, options=()):
+    def __init__(self, *paths, options=()):
         arguments = [word for path in paths for word in ("--config", str(ROOT / "configs" / path))]
-        return ParseOnly(["fit", *arguments, *options], MemoryHandler(1)).config.fit
+        super().__init__(["fit", *arguments, *options], MemoryHandler(1))
 
-    return parsed
+    def before_instantiate_classes(self):
+        pass
+
+    def instantiate_classes(self):
+        self.trainer = self.model = self.datamodule = None
+
+    def _run_subcommand(self, subcommand):
+        pass
+
+
+def parse(*paths, options=()):
+    return ParseOnly(*paths, options=options).config.fit
+
+
+def build(*paths, options=()):
+    """The module and the callbacks that a config describes."""
+    cli = ParseOnly(*paths, options=options)
+    built = cli._parser("fit").instantiate_classes(cli.config.fit)
+    return built.model, built.trainer.callbacks
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_it_parses(parse, path):
-    base = [] if "model" in yaml.safe_load(path.read_text()) else [ROOT / "configs" / "paper" / "qwen3-8b.yaml"]
-    parse(*base, path)
+def test_it_parses(path):
+    complete = "model" in (yaml.safe_load(path.read_text()).get("model") or {})
+    parse(*([] if complete else [ROOT / "configs" / "paper" / "qwen3-8b.yaml"]), path)
 
 
 @pytest.mark.parametrize(("name", "initial", "budget"), [("qwen3-8b", 0.1, 0.0037), ("qwen3-30b-a3b", 0.05, 0.005)])
-def test_the_papers_numbers(parse, name, initial, budget):
+def test_the_papers_numbers(name, initial, budget):
     config = parse(f"paper/{name}.yaml")
     (callback,) = [c for c in config.trainer.callbacks if c.class_path.endswith("LagrangianCallback")]
     multiplier = callback.init_args
     assert (multiplier.initial, multiplier.lr, multiplier.budget) == (initial, 1.0, budget)
     assert (multiplier.min_multiplier, multiplier.max_multiplier) == (0.0, 1.0)
-    data, optimizer, loss = config.data, config.model.optimizer, config.model.loss
+    data, optimizer, loss = config.data, config.model.optimizer, config.model.loss.init_args
     assert (data.prompts_per_step, data.group_size, config.model.mini_batches) == (64, 8, 4)
     assert (data.sampling.max_tokens, data.sampling.temperature, data.sampling.top_p) == (8192, 1.0, 1.0)
     evaluation = data.validation_sampling
@@ -60,7 +71,7 @@ def test_the_papers_numbers(parse, name, initial, budget):
     assert (loss.clip_low, loss.clip_high) == (0.2, 0.24)
 
 
-def test_the_papers_layouts(parse):
+def test_the_papers_layouts():
     dense, mixture = parse("paper/qwen3-8b.yaml"), parse("paper/qwen3-30b-a3b.yaml")
     assert (dense.trainer.num_nodes * dense.trainer.devices, mixture.trainer.num_nodes * mixture.trainer.devices) == (
         8,
@@ -73,7 +84,7 @@ def test_the_papers_layouts(parse):
     assert layout.mixed_precision
 
 
-def test_fp8_is_an_overlay(parse):
+def test_fp8_is_an_overlay():
     plain, fp8 = parse("paper/qwen3-8b.yaml"), parse("paper/qwen3-8b.yaml", "paper/fp8.yaml")
     assert plain.data.engine.init_args.quantization is None
     assert fp8.data.engine.init_args.quantization == "fp8"
@@ -81,5 +92,34 @@ def test_fp8_is_an_overlay(parse):
     assert fp8.data.engine.init_args == plain.data.engine.init_args
 
 
-def test_the_seed_reaches_the_data(parse):
+def test_the_seed_reaches_the_data():
     assert parse("quickstart.yaml", options=["--seed_everything", "7"]).data.seed == 7
+
+
+METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").iterdir())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_an_overlay_that_trains(method):
+    module, callbacks = build("quickstart.yaml", f"methods/{method}.yaml")
+    rollouts = [
+        nearly_on_policy(random_rollout([20, 40, 30, 64] * 2, group_size=4, seed=i, version=i)) for i in range(2)
+    ]
+    before = {name: p.clone() for name, p in load_policy(TINY).named_parameters()}
+    module, recorder = train(rollouts, callbacks, module=module)
+    assert any(not torch.equal(p, before[name]) for name, p in module.model.named_parameters())
+    priced = {type(c).__name__ for c in callbacks} & {"LagrangianCallback", "FixedPenalty"}
+    assert (recorder.metrics[0]["lagrangian/penalty_mean"] > 0) == bool(priced)
+    assert bool(priced) == (method.startswith("dc-grpo") or method.endswith("dual-grpo"))
+
+
+@pytest.mark.parametrize("name", ["PPOClip", "GSPO", "CISPO", "DPPO"])
+def test_another_loss_comes_with_its_own_defaults(name):
+    module, _ = build("quickstart.yaml", options=["--model.loss", name])
+    assert module.loss == getattr(dclightning, name)()
+
+
+def test_corrections_are_named_on_the_command_line():
+    options = ["--model.corrections+=TokenTIS", "--model.corrections+=Veto", "--model.corrections.threshold=0.01"]
+    module, _ = build("quickstart.yaml", options=options)
+    assert module.corrections == [dclightning.TokenTIS(), dclightning.Veto(0.01)]

@@ -1,4 +1,5 @@
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -6,53 +7,67 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dclightning.discrepancy import (
-    discrepancy,
-    discrepancy_statistics,
-    mismatch_metrics,
-    sequence_mean,
-    token_mean,
-)
+from dclightning.discrepancy import DiscrepancyKind, discrepancy, quantile, sequence_mean, token_mean
+from tests import plain
 
-logprob = st.floats(-200, 0, width=32)
-pairs = st.lists(st.tuples(logprob, logprob), min_size=1, max_size=20)
+KINDS = get_args(DiscrepancyKind)
 
 
-def reference(a, b, kind):
-    p, q = math.exp(a), math.exp(b)
-    if kind == "probability":
-        return abs(p - q)
-    if kind == "log":
-        return abs(a - b)
-    return abs(math.exp(a - b) - 1)
+@pytest.mark.parametrize("kind", KINDS)
+@plain.few
+@given(batch=plain.batches())
+def test_equals_a_plain_loop(kind, batch):
+    got = discrepancy(torch.tensor(batch.old), torch.tensor(batch.rollout), kind)
+    assert got.dtype == torch.float32
+    plain.assert_close(got, plain.discrepancy(batch.old, batch.rollout, kind))
 
 
-@pytest.mark.parametrize("kind", ["probability", "ratio", "log"])
-@given(pairs=pairs)
-def test_equals_a_plain_loop(kind, pairs):
-    old, rollout = torch.tensor(pairs).T
-    with np.errstate(over="ignore"):
-        want = np.array([reference(a, b, kind) for a, b in pairs], dtype=np.float32)
-    np.testing.assert_allclose(discrepancy(old, rollout, kind).numpy(), want, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("kind", KINDS)
+@given(pairs=st.lists(st.tuples(st.floats(-200, 0, width=32), st.floats(-200, 0, width=32)), max_size=20))
+def test_is_finite_not_negative_and_zero_where_the_policies_agree(kind, pairs):
+    old, rollout = torch.tensor(pairs).view(-1, 2).unbind(-1)
+    got = discrepancy(old, rollout, kind)
+    assert (got.isfinite() & (got >= 0)).all()
+    assert (discrepancy(old, old, kind) == 0).all()
 
 
-def test_no_gradient_flows_through_it():
-    old = torch.tensor([-1.0, -2.0], requires_grad=True)
-    assert not discrepancy(old, torch.tensor([-1.1, -2.0])).requires_grad
+def test_a_ratio_counts_as_at_most_e_to_the_20():
+    assert discrepancy(torch.tensor(-1.0), torch.tensor(-200.0), "ratio").item() == pytest.approx(math.exp(20) - 1)
+    assert discrepancy(torch.tensor(-200.0), torch.tensor(-1.0), "ratio").item() == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_flows_through_it(kind):
+    old, rollout = torch.tensor([-1.0], requires_grad=True), torch.tensor([-2.0], requires_grad=True)
+    assert not discrepancy(old, rollout, kind).requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lower_precision_is_computed_in_float32(kind):
+    old, rollout = torch.tensor([-1.5, -0.25]), torch.tensor([-1.0, -8.0])
+    got = discrepancy(old.bfloat16(), rollout.bfloat16(), kind)
+    assert torch.equal(got, discrepancy(old, rollout, kind))
 
 
 def test_unknown_kind_is_named():
-    with pytest.raises(ValueError, match="'tv' is not one of probability, ratio, log"):
+    with pytest.raises(ValueError, match="discrepancy='tv': must be one of probability, ratio, log"):
         discrepancy(torch.zeros(1), torch.zeros(1), "tv")
 
 
-@given(rows=st.lists(st.lists(st.floats(0, 1, width=32), max_size=5), min_size=1, max_size=5))
+@plain.few
+@given(rows=plain.rows)
 def test_sequence_mean_takes_the_response_first_and_skips_empty_ones(rows):
-    values = torch.tensor([v for row in rows for v in row])
-    got = sequence_mean(values, torch.tensor([len(row) for row in rows])).item()
-    means = [sum(row) / len(row) for row in rows if row]
-    want = sum(means) / len(means) if means else math.nan
-    np.testing.assert_allclose(got, want, rtol=1e-6, equal_nan=True)
+    values, lengths = [v for row in rows for v in row], [len(row) for row in rows]
+    got = sequence_mean(torch.tensor(values), torch.tensor(lengths, dtype=torch.int64))
+    assert got.dtype == torch.float64
+    np.testing.assert_allclose(got, plain.sequence_mean(values, lengths), rtol=1e-12, equal_nan=True)
+
+
+@plain.few
+@given(values=st.lists(plain.logprobs, max_size=20))
+def test_token_mean_is_that_of_all_tokens(values):
+    want = plain.mean(values) if values else math.nan
+    np.testing.assert_allclose(token_mean(torch.tensor(values)), want, rtol=1e-12, equal_nan=True)
 
 
 def test_the_two_means_differ_where_lengths_do():
@@ -61,20 +76,11 @@ def test_the_two_means_differ_where_lengths_do():
     assert token_mean(values).item() == 0.25
 
 
-def test_statistics_of_a_known_tail():
-    delta = torch.arange(1, 101) / 100
-    statistics = discrepancy_statistics(delta, torch.tensor([60, 40]))
-    assert statistics["discrepancy/p99"].item() == pytest.approx(0.99)
-    assert statistics["discrepancy/max"].item() == 1.0
+@given(values=st.lists(plain.logprobs, min_size=1, max_size=20), percent=st.integers(0, 100))
+def test_a_quantile_is_the_smallest_that_its_share_does_not_exceed(values, percent):
+    assert quantile(torch.tensor(values), percent / 100).item() == plain.quantile(values, percent)
 
 
-def test_mismatch_metrics_on_a_hand_case():
-    old, rollout = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.25]).log()
-    metrics = {name: value.item() for name, value in mismatch_metrics(old, rollout).items()}
-    gap = math.log(2)
-    assert metrics["rollout_corr/kl"] == pytest.approx(-gap / 2)
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx((2 - gap - 1) / 2)
-    assert metrics["rollout_corr/chi2_token"] == pytest.approx((4 + 1) / 2 - 1)
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.125)
-    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25)
-    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.125)
+def test_a_quantile_of_100_numbers_is_one_of_them_whatever_rounds():
+    numbers = torch.arange(1, 101).flip(0)
+    assert [quantile(numbers, percent / 100).item() for percent in range(1, 101)] == list(range(1, 101))

@@ -16,12 +16,14 @@ CHILD = """
 import sys
 import lightning as L
 import torch
-from dclightning import AdamW, GRPOModule, ParallelStrategy
-from dclightning.callbacks import LagrangianCallback, RolloutCheckpoint
+from dclightning import (
+    GSPO, AdamW, GeometricMask, GRPOModule, Overlong, ParallelStrategy, ReferenceKL, TokenTIS, Veto
+)
+from dclightning.callbacks import AdaptiveBudget, LagrangianCallback, RolloutCheckpoint, TailPenalty
 from tests.helpers import GivenRollouts, Recorder, random_rollout
 from dclightning.models import named_weights
 
-model, strategy, devices, out, epochs, ckpt_path = sys.argv[1:]
+model, method, strategy, devices, out, epochs, ckpt_path = sys.argv[1:]
 devices, ckpt_path = int(devices), ckpt_path or None
 strategy = ParallelStrategy() if strategy == "fsdp2" else strategy
 torch.set_num_threads(1)
@@ -31,45 +33,39 @@ class Shares(GivenRollouts):
     def train_dataloader(self):
         rank, ranks = self.trainer.global_rank, self.trainer.world_size
         size = 8 // ranks
-        self.rollouts = [share(rollout, list(range(rank * size, rank * size + size))) for rollout in self.rollouts]
+        self.rollouts = [rollout.select(list(range(rank * size, rank * size + size))) for rollout in self.rollouts]
         return super().train_dataloader()
-
-
-def share(rollout, chosen):
-    keep = torch.tensor(chosen)
-    pieces = rollout.sequences()
-    logprobs = rollout.rollout_logprobs.split(rollout.response_lengths.tolist())
-    return type(rollout)(
-        token_ids=torch.cat([torch.cat(pieces[i]) for i in chosen]),
-        prompt_lengths=rollout.prompt_lengths[keep],
-        response_lengths=rollout.response_lengths[keep],
-        rollout_logprobs=torch.cat([logprobs[i] for i in chosen]),
-        rewards=rollout.rewards[keep],
-        truncated=rollout.truncated[keep],
-        group_size=rollout.group_size,
-        temperature=rollout.temperature,
-        weight_version=rollout.weight_version,
-    )
 
 
 class Steps(L.Callback):
     rows = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        m = trainer.callback_metrics
-        names = ["train/loss", "train/grad_norm", "discrepancy/sequence_mean", "discrepancy/p99", "train/reward"]
-        self.rows.append([float(m[name]) for name in names])
+        metrics = trainer.callback_metrics
+        self.rows.append({n: float(v) for n, v in metrics.items() if not n.startswith(("time/", "perf/"))})
 
 
 # Very different lengths on the two ranks, so that they disagree about micro-batches.
 # In the second rollout one of them has no response token at all.
 lengths = [[40, 38, 35, 30, 1, 2, 0, 3], [9, 8, 7, 6, 0, 0, 0, 0], [1, 1, 1, 1, 5, 5, 5, 5], [4] * 8]
 rollouts = [random_rollout(lengths[i], seed=i, version=i) for i in range(4)]
+for rollout in rollouts:
+    rollout.truncated[[1, 6]] = True
 multiplier = LagrangianCallback(initial=0.5, lr=0.1, budget=0.1)
-module = GRPOModule(model, optimizer=AdamW(lr=1e-3, eps=1e-8, max_grad_norm=0.5), mini_batches=1, micro_batch_tokens=60)
+callbacks, options = [multiplier], {}
+if method == "everything":
+    callbacks += [AdaptiveBudget(warmup=1), TailPenalty(0.5)]
+    options = {
+        "loss": GSPO(0.5, 0.5), "aggregation": "sequence", "advantage": "batch-std", "overlong": Overlong(True, 32),
+        "corrections": [TokenTIS(), GeometricMask(0.01, 0.06), Veto(1e-4)],
+        "reference_kl": ReferenceKL(0.1), "entropy_bonus": 0.1,
+    }
+module = GRPOModule(
+    model, optimizer=AdamW(lr=1e-3, eps=1e-8, max_grad_norm=0.5), mini_batches=1, micro_batch_tokens=60, **options
+)
 trainer = L.Trainer(
     accelerator="cpu", devices=devices, strategy=strategy, max_epochs=int(epochs), logger=False,
-    callbacks=[multiplier, Steps(), RolloutCheckpoint(every_n_rollouts=100)], default_root_dir=f"{out}.run",
+    callbacks=[*callbacks, Steps(), RolloutCheckpoint(every_n_rollouts=100)], default_root_dir=f"{out}.run",
     enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
 )
 trainer.fit(module, Shares(rollouts), ckpt_path=ckpt_path)
@@ -79,7 +75,7 @@ torch.save({"rows": Steps.rows, "history": multiplier.history + [multiplier.mult
 """
 
 
-def run(tmp_path, model, strategy, devices, epochs=1, ckpt_path=""):
+def run(tmp_path, model, strategy, devices, epochs=1, ckpt_path="", method="plain"):
     out = tmp_path / f"{strategy}{devices}-{epochs}.pt"
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -89,7 +85,7 @@ def run(tmp_path, model, strategy, devices, epochs=1, ckpt_path=""):
     script.write_text(CHILD)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, str(script), model, strategy, str(devices), str(out), str(epochs), str(ckpt_path)],
+        [sys.executable, str(script), model, method, strategy, str(devices), str(out), str(epochs), str(ckpt_path)],
         env=environment, cwd=ROOT, check=True, timeout=300,
     )  # fmt: skip
     return [torch.load(f"{out}.{rank}") for rank in range(devices)]
@@ -105,17 +101,32 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, model):
-    return run(tmp_path_factory.mktemp("alone"), model, "auto", 1)[0]
+    folder = tmp_path_factory.mktemp("alone")
+    return {method: run(folder, model, "auto", 1, method=method)[0] for method in ("plain", "everything")}
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("fsdp2", 2), ("fsdp2", 1)])
-def test_ranks_and_shards_change_nothing(tmp_path, model, alone, strategy, devices):
-    ranks = run(tmp_path, model, strategy, devices)
+@pytest.mark.parametrize(
+    ("method", "strategy", "devices"),
+    [
+        ("plain", "ddp", 2),
+        ("plain", "fsdp2", 2),
+        ("plain", "fsdp2", 1),
+        ("everything", "ddp", 2),
+        ("everything", "fsdp2", 2),
+    ],
+)
+def test_ranks_and_shards_change_nothing(tmp_path, model, alone, method, strategy, devices):
+    ranks, one = run(tmp_path, model, strategy, devices, method=method), alone[method]
+    if method == "everything":
+        assert all(0 < row["rollout_corr/kept_fraction"] < 1 for row in one["rows"][:3])
     for rank in ranks:
-        torch.testing.assert_close(torch.tensor(rank["rows"]), torch.tensor(alone["rows"]), rtol=1e-5, atol=2e-6)
+        assert [row.keys() for row in rank["rows"]] == [row.keys() for row in one["rows"]]
+        assert rank["rows"] == ranks[0]["rows"]
+        for row, want in zip(rank["rows"], one["rows"], strict=True):
+            assert row == pytest.approx(want, rel=1e-5, abs=2e-6)
         assert rank["history"] == ranks[0]["history"]  # the multiplier is the same on every rank, bit for bit
-        assert rank["history"] == pytest.approx(alone["history"], abs=1e-7)
-        for name, weight in alone["weights"].items():
+        assert rank["history"] == pytest.approx(one["history"], abs=1e-7)
+        for name, weight in one["weights"].items():
             torch.testing.assert_close(rank["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 

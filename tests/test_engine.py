@@ -28,6 +28,7 @@ def as_rollout(prompts, completions, group_size, temperature):
         truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
         group_size=group_size,
         temperature=temperature,
+        max_tokens=64,
         weight_version=0,
     )
 

@@ -2,13 +2,14 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngine
+from dclightning import AdamW, GRPOModule, Overlong, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import FixedPenalty, Histograms, LagrangianCallback, RolloutCheckpoint, WeightSync
 from dclightning.data.problems import load_problems
 from dclightning.errors import UserError
@@ -57,12 +58,17 @@ def fit(
     schedule="constant",
     reward=None,
     validate=False,
+    module_options=None,
     problems="dclightning/arithmetic-train",
     **data,
 ):
     trace = trace or Trace()
     module = GRPOModule(
-        TINY, optimizer=AdamW(lr=1e-3, schedule=schedule, warmup=2), mini_batches=2, micro_batch_tokens=300
+        TINY,
+        optimizer=AdamW(lr=1e-3, schedule=schedule, warmup=2),
+        mini_batches=2,
+        micro_batch_tokens=300,
+        **(module_options or {}),
     )
     datamodule = RolloutDataModule(
         problems,
@@ -116,7 +122,11 @@ def test_logged_multiplier_follows_the_logged_discrepancy(tmp_path, budget):
 
 DOCUMENTED = [
     *("train/reward", "train/response_length", "train/truncated_fraction", "train/loss", "train/grad_norm"),
-    *("train/clip_fraction", "train/entropy", "train/approx_kl", "train/lr"),
+    *("train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high"),
+    *("train/entropy", "train/approx_kl", "train/lr", "train/unscored_fraction", "train/discarded_per_group"),
+    *("discrepancy/p50", "discrepancy/p90", "discrepancy/first_16", "discrepancy/middle", "discrepancy/last_16"),
+    *("rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_max"),
+    *("rollout_corr/kept_fraction", "lagrangian/budget"),
     *("discrepancy/sequence_mean", "discrepancy/token_mean", "discrepancy/p99", "discrepancy/max"),
     *("discrepancy/over_budget", "lagrangian/multiplier", "lagrangian/violation", "lagrangian/penalty_mean"),
     *("lagrangian/penalty_max", "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"),
@@ -220,6 +230,80 @@ def test_the_policy_before_training_is_evaluated_and_logged(tmp_path):
     assert all(0 <= value <= 1 for _, value in scalars["val/arithmetic/deployed/pass@2"])
 
 
+def test_groups_of_equal_rewards_are_drawn_again(tmp_path, caplog):
+    drawn = []
+
+    def luck(problems, completions):
+        """One problem in three has responses of different worth."""
+        drawn.append([problem.id for problem in problems[::4]])
+        return [float(len(problem.id) % 3 == 0 and i % 2) for i, problem in enumerate(problems)]
+
+    class Look(L.Callback):
+        batches = []
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.batches.append(batch)
+
+    problems = load_problems("dclightning/arithmetic-train")[:24]
+    problems = [replace(problem, id="x" * (i % 3 + 1)) for i, problem in enumerate(problems)]
+    callbacks = [Look(), LagrangianCallback(0.5, 20.0, 1e-3), RolloutCheckpoint(every_n_rollouts=1)]
+    options = {"problems": problems, "reward": luck, "dynamic_sampling": 50, "rollouts": 4}
+    with caplog.at_level("WARNING", "dclightning"):
+        whole, rows = fit(tmp_path / "whole", callbacks, **options)
+    assert "dynamic_sampling=50 changes the method" in caplog.text
+    assert len(drawn) > 4  # some groups were drawn again
+    assert len(rows) == 4
+    for batch in Look.batches:
+        assert (batch.rewards.view(4, 4).max(-1).values > batch.rewards.view(4, 4).min(-1).values).all()
+        assert len(batch) == 16
+        assert batch.token_ids.numel() == int((batch.prompt_lengths + batch.response_lengths).sum())
+    discarded = sum(value for _, value in read_scalars(tmp_path / "whole" / "run")["train/discarded_per_group"])
+    assert discarded == pytest.approx((sum(map(len, drawn)) - 16) / 4)
+
+    def callbacks_again():
+        return [LagrangianCallback(0.5, 20.0, 1e-3), RolloutCheckpoint(every_n_rollouts=1)]
+
+    _, before = fit(tmp_path / "cut", callbacks_again(), trace=Trace(interrupt_at=2), **options)
+    last = tmp_path / "cut" / "run" / "checkpoints" / "last.ckpt"
+    resumed, after = fit(tmp_path / "cut", callbacks_again(), ckpt_path=last, **options)
+    assert before + after == rows
+    assert same_weights(resumed, whole)
+
+
+def test_dynamic_sampling_gives_up_with_everything_saved(tmp_path):
+    rolls = []
+
+    def soon_equal(problems, completions):
+        rolls.append(len(completions))
+        return [float(i % 2) if len(rolls) <= 2 else 1.0 for i in range(len(completions))]
+
+    callbacks = [RolloutCheckpoint(every_n_rollouts=100)]
+    trace = Trace()
+    with pytest.raises(UserError, match="dynamic_sampling=2: after so many tries 4 of 4 groups still have equal"):
+        fit(tmp_path, callbacks, rollouts=4, reward=soon_equal, dynamic_sampling=2, trace=trace)
+    assert len(trace.rows) == 2
+    assert rolls == [16] * 5  # two that were used, the third and its two tries
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    _, rows = fit(tmp_path, callbacks, rollouts=4, ckpt_path=last)
+    assert [row["rollout"] for row in rows] == [2, 3]
+
+
+def test_responses_without_siblings(tmp_path):
+    with pytest.raises(UserError, match="group_size=1: advantage='grpo' compares a response with its siblings"):
+        fit(tmp_path, rollouts=1, group_size=1)
+    _, rows = fit(tmp_path, rollouts=1, group_size=1, prompts_per_step=8, module_options={"advantage": "batch"})
+    assert rows[0]["grad_norm"] > 0
+
+
+def test_overlong_responses_are_masked_by_what_the_engine_says(tmp_path):
+    fit(tmp_path, rollouts=1, sampling=Sampling(max_tokens=12), module_options={"overlong": Overlong(True, buffer=4)})
+    scalars = {name: values[0][1] for name, values in read_scalars(tmp_path / "run").items()}
+    assert 0 < scalars["train/truncated_fraction"] <= 1
+    assert scalars["train/length_penalty"] >= scalars["train/truncated_fraction"]
+    with pytest.raises(UserError, match=r"overlong.buffer=50: must be at most max_tokens=40"):
+        fit(tmp_path, rollouts=1, module_options={"overlong": Overlong(buffer=50)})
+
+
 def test_a_plain_function_is_a_reward_and_may_give_other_number_types(tmp_path):
     seen = []
 
@@ -245,6 +329,12 @@ def test_a_reward_of_the_wrong_length_is_named(tmp_path):
 
     with pytest.raises(UserError, match="words: rewards must be numbers or None"):
         fit(tmp_path, rollouts=1, reward=words)
+
+    def endless(problems, completions):
+        return [float("inf")] * len(completions)
+
+    with pytest.raises(UserError, match="endless: a reward is infinite"):
+        fit(tmp_path, rollouts=1, reward=endless)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dclightning.callbacks import FixedPenalty, LagrangianCallback
-from dclightning.lagrangian import dual_ascent, penalized_advantages
+from dclightning.lagrangian import dual_ascent, penalized_advantages, running_budget
+from tests import plain
 
 unit = st.floats(0, 1)
 
@@ -25,6 +26,12 @@ def test_a_mean_that_is_not_finite_moves_nothing(discrepancy):
 def test_penalty_is_subtracted_and_nothing_is_centred_again():
     got = penalized_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.5]))
     assert got.tolist() == [0.75, -0.5]
+
+
+@given(discrepancies=st.lists(unit, min_size=1, max_size=9), quantile=unit, slack=st.floats(0, 2))
+def test_running_budget_is_a_quantile_and_some_slack(discrepancies, quantile, slack):
+    got = running_budget(discrepancies, quantile, slack)
+    assert got == pytest.approx(plain.running_budget(discrepancies, quantile, slack), rel=1e-9, abs=1e-12)
 
 
 def test_callback_charges_its_multiplier():

@@ -2,16 +2,33 @@
 
 import logging
 import math
+from dataclasses import replace
 
+import lightning as L
 import pytest
 import torch
 
-from dclightning import AdamW, PolicyLoss
-from dclightning.advantages import group_advantages
-from dclightning.callbacks import FixedPenalty, LagrangianCallback
+from dclightning import (
+    CISPO,
+    DPPO,
+    GSPO,
+    AdamW,
+    GeometricMask,
+    GRPOModule,
+    Overlong,
+    PPOClip,
+    ReferenceKL,
+    SequenceMIS,
+    TokenMIS,
+    TokenTIS,
+    Veto,
+)
+from dclightning.advantages import advantages
+from dclightning.callbacks import AdaptiveBudget, FixedPenalty, LagrangianCallback, TailPenalty
+from dclightning.discrepancy import sequence_mean
 from dclightning.errors import UserError
-from dclightning.models import load_policy
-from dclightning.packing import micro_batches
+from dclightning.models import load_policy, token_logprobs
+from dclightning.packing import micro_batches, pack
 from tests.helpers import TINY, random_rollout, train
 from tests.test_models import FAMILIES, reference, saved
 
@@ -24,12 +41,36 @@ def assert_same_gradient(a, b, tolerance=1e-6):
     assert (flat(a) - flat(b)).norm() / flat(a).norm() < tolerance
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence-sum-norm"])
-def test_gradient_does_not_depend_on_micro_batches(tmp_path, aggregation):
+METHODS = {
+    "token": {},
+    "sequence": {"aggregation": "sequence"},
+    "sequence-sum-norm": {"aggregation": "sequence-sum-norm", "norm_length": 10},
+    "gspo": {"loss": GSPO(), "aggregation": "sequence"},
+    "cispo": {"loss": CISPO()},
+    "dppo": {"loss": DPPO()},
+    "dual-clip": {"loss": PPOClip(dual_clip=3.0)},
+    "tis": {"corrections": [TokenTIS()]},
+    "masks": {"corrections": [TokenMIS(0.01, 0.1), GeometricMask(0.01, 0.06), Veto(0.005)], "aggregation": "sequence"},
+    "sequence-mis": {"corrections": [SequenceMIS(1e-12, 1e6)]},
+    "truncated": {"overlong": Overlong(mask=True)},
+    "regularised": {"entropy_bonus": 0.1, "reference_kl": ReferenceKL(0.1)},
+    "batch-std": {"advantage": "batch-std"},
+}
+
+
+def truncated(rollout, *which):
+    rollout.truncated[list(which)] = True
+    return rollout
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_does_not_depend_on_micro_batches(tmp_path, method):
     path = saved(tmp_path, FAMILIES["qwen3"]())
-    rollout = random_rollout([3, 9, 1, 6, 2, 12, 4, 4], group_size=4)
-    options = {"model": path, "loss": PolicyLoss(aggregation=aggregation)}
+    rollout = truncated(random_rollout([3, 9, 1, 6, 2, 12, 4, 4], group_size=4), 1, 6)
+    options = {"model": path, "callbacks": [FixedPenalty(0.5)], **METHODS[method]}
     _, whole = train([rollout], **options)
+    assert flat(whole).norm() > 0
+    assert (whole.metrics[0]["rollout_corr/kept_fraction"] < 1) == (method in ("masks", "sequence-mis"))
     for budget, most in ((1, 1), (45, 4), (60, 4)):
         lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
         assert max(map(len, micro_batches(lengths, budget))) == most
@@ -37,24 +78,67 @@ def test_gradient_does_not_depend_on_micro_batches(tmp_path, aggregation):
         assert_same_gradient(whole, cut)
 
 
-def test_gradient_equals_a_plain_policy_gradient(tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_mini_batches_of_equal_content_have_the_whole_batchs_gradient(tmp_path, method):
     path = saved(tmp_path, FAMILIES["qwen3"]())
-    rollout = random_rollout([3, 9, 1, 6])
-    _, recorder = train([rollout], callbacks=[FixedPenalty(0.5)], model=path)
+    half = truncated(random_rollout([3, 9, 1, 6], group_size=2), 1)
+    options = {"model": path, "callbacks": [FixedPenalty(0.5)], "lr": 0.0, **METHODS[method]}
+    _, once = train([half + half], mini_batches=1, **options)
+    _, twice = train([half + half], mini_batches=2, **options)
+    assert_same_gradient(once, twice)
+
+
+def test_a_batch_of_one_kind_of_length_may_come_in_any_order(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    rollout = random_rollout([3, 9, 1, 6, 2, 12, 4, 4], group_size=2)
+    _, straight = train([rollout], model=path, callbacks=[FixedPenalty(0.5)])
+    _, turned = train([rollout.select([6, 7, 2, 3, 0, 1, 4, 5])], model=path, callbacks=[FixedPenalty(0.5)])
+    assert_same_gradient(straight, turned)
+
+
+def plain_gradient(path, rollout, weigh):
+    """Of the mean over tokens of weigh(response, p, q) * log p, where p and q are constants."""
     model = load_policy(path)
     model.set_attn_implementation("eager")
-    advantages = group_advantages(rollout.rewards, 2)
-    objective, offset = torch.zeros(()), 0
+    sampled = rollout.rollout_logprobs.split(rollout.response_lengths.tolist())
+    objective, count = torch.zeros(()), 0
     for i, (prompt, response) in enumerate(rollout.sequences()):
         logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
-        sampled = rollout.rollout_logprobs[offset : offset + len(response)]
-        delta = (logprobs.detach().exp() - sampled.exp()).abs()
-        objective = objective + (logprobs * (advantages[i] - 0.5 * delta)).sum()
-        offset += len(response)
-    (-objective / offset).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(recorder.gradients[name], parameter.grad, atol=1e-6, rtol=1e-4)
+        weights = weigh(i, logprobs.detach().exp(), sampled[i].exp())
+        objective, count = objective + (weights * logprobs).sum(), count + int((weights != 0).sum())
+    (-objective / count).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_gradient(recorder, want):
+    for name, gradient in want.items():
+        torch.testing.assert_close(recorder.gradients[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+def test_gradient_equals_a_plain_policy_gradient(tmp_path, rewards):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    rollout = random_rollout([3, 9, 1, 6], rewards=rewards)
+    _, recorder = train([rollout], callbacks=[FixedPenalty(0.5)], model=path)
+    of_responses = advantages(rollout.rewards, 2)
+    # With equal rewards nothing but the price of the discrepancy is left, and it is a constant.
+    assert_gradient(recorder, plain_gradient(path, rollout, lambda i, p, q: of_responses[i] - 0.5 * (p - q).abs()))
+
+
+def test_weights_and_masks_are_constants_of_the_gradient(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    rollout = random_rollout([3, 9, 1, 6])
+    of_responses = advantages(rollout.rewards, 2)
+    _, recorder = train([rollout], model=path, corrections=[TokenTIS(0.05)])
+    assert_gradient(recorder, plain_gradient(path, rollout, lambda i, p, q: of_responses[i] * (p / q).clamp(max=0.05)))
+    _, recorder = train([rollout], model=path, corrections=[TokenMIS(0.02, 0.1)])
+    assert 0 < recorder.metrics[0]["rollout_corr/kept_fraction"] < 1
+
+    def masked(i, p, q):
+        return of_responses[i] * (p / q) * ((p / q >= 0.02) & (p / q <= 0.1))
+
+    assert_gradient(recorder, plain_gradient(path, rollout, masked))
 
 
 def test_first_ratio_is_exactly_one_even_with_dropout(tmp_path):
@@ -81,14 +165,6 @@ def test_equal_rewards_without_penalty_move_nothing():
     assert recorder.metrics[0]["train/grad_norm"] == 0
     for a, b in zip(module.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(a, b)  # not even the optimizer's momentum
-
-
-def test_equal_rewards_with_penalty_have_the_penaltys_gradient():
-    rollout = random_rollout([3, 5, 2, 2], rewards=[1.0] * 4)
-    _, one = train([rollout], callbacks=[FixedPenalty(0.1)])
-    _, two = train([rollout], callbacks=[FixedPenalty(0.2)])
-    assert flat(one).norm() > 0
-    torch.testing.assert_close(2 * flat(one), flat(two), atol=1e-7, rtol=1e-4)
 
 
 def test_multiplier_zero_is_grpo_bit_for_bit():
@@ -127,6 +203,137 @@ def test_nothing_but_empty_responses(caplog):
     assert "the multiplier stays at 0.3" in caplog.text
     for a, b in zip(module.model.parameters(), load_policy(TINY).parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_masked_response_leaves_the_denominator(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    both = truncated(random_rollout([3, 9], rewards=[1.0, 1.0]), 1)
+    alone = replace(both.select([0]), group_size=1)
+    for aggregation in ("token", "sequence", "sequence-sum-norm"):
+        options = {"model": path, "callbacks": [FixedPenalty(0.5)], "aggregation": aggregation}
+        _, masked = train([both], overlong=Overlong(mask=True), **options)
+        _, single = train([alone], advantage="batch", **options)
+        assert masked.metrics[0]["train/loss"] == pytest.approx(single.metrics[0]["train/loss"], rel=1e-6)
+        assert masked.metrics[0]["discrepancy/max"] == single.metrics[0]["discrepancy/max"]
+        assert_same_gradient(masked, single)
+
+
+@pytest.mark.parametrize("reason", ["truncated", "corrected"])
+def test_everything_masked(caplog, reason):
+    options = {"corrections": [GeometricMask(1e6, 2e6)]}
+    rollout = random_rollout([3, 5, 2, 2])
+    if reason == "truncated":
+        rollout, options = truncated(rollout, 0, 1, 2, 3), {"overlong": Overlong(mask=True)}
+    callback = LagrangianCallback(initial=0.3, lr=1.0, budget=0.0)
+    with caplog.at_level(logging.WARNING, "dclightning"):
+        module, recorder = train([rollout], [callback], **options)
+    assert "No token is left to train on: the optimizer step is skipped" in caplog.text
+    assert all(math.isfinite(value) for value in recorder.metrics[0].values())
+    for a, b in zip(module.model.parameters(), load_policy(TINY).parameters(), strict=True):
+        assert torch.equal(a, b)
+    if reason == "truncated":  # nothing that counts was measured
+        assert callback.multiplier == 0.3
+        assert "the multiplier stays at 0.3" in caplog.text
+    else:  # the discrepancy is there, whether or not its tokens are trained on
+        assert callback.multiplier > 0.3
+
+
+def test_a_group_of_one_needs_another_baseline():
+    rollout = random_rollout([3, 5, 2, 2], group_size=1)
+    with pytest.raises(ValueError, match=r"group_size=1: advantage='grpo' compares a response with its siblings"):
+        train([rollout])
+    _, recorder = train([rollout], advantage="batch")
+    assert recorder.metrics[0]["train/grad_norm"] > 0
+
+
+def test_a_long_response_pays_and_the_logged_reward_does_not_change(tmp_path):
+    rollout = random_rollout([10, 40, 10, 64], rewards=[1.0, 1.0, 1.0, 1.0])
+    _, recorder = train([rollout], overlong=Overlong(buffer=32))
+    metrics = recorder.metrics[0]
+    assert metrics["train/reward"] == 1
+    assert metrics["train/length_penalty"] == pytest.approx((0.25 + 1) / 4)
+    assert metrics["train/grad_norm"] > 0
+
+
+def test_the_reference_is_the_policy_that_training_started_from():
+    rollouts = [random_rollout([3, 9, 1, 6], seed=i, version=i) for i in range(2)]
+    module, recorder = train(rollouts[:1], reference_kl=ReferenceKL(0.1))
+    assert recorder.metrics[0]["train/reference_kl"] == 0  # not moved yet
+    _, recorder = train(rollouts, reference_kl=ReferenceKL(0.1))
+    assert recorder.metrics[0]["train/reference_kl"] > 0
+    assert not any(name.startswith("reference") for name in module.state_dict())
+    for a, b in zip(module.reference.parameters(), load_policy(TINY).parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_heavy_price_on_divergence_holds_the_policy_back():
+    def divergence(coefficient):
+        rollouts = [random_rollout([3, 9, 1, 6], version=i) for i in range(8)]
+        module, _ = train(rollouts, reference_kl=ReferenceKL(coefficient), lr=1e-4)
+        packed = pack(rollouts[0], [0, 1, 2, 3])
+        with torch.no_grad():
+            new, old = (token_logprobs(model, packed, 1.0)[0] for model in (module.model, module.reference))
+        return (new - old).abs().mean().item()
+
+    assert divergence(10.0) < 0.5 * divergence(1e-6)
+
+
+def test_an_entropy_bonus_raises_the_entropy():
+    def entropy(bonus):
+        rollouts = [random_rollout([3, 9, 1, 6], rewards=[1.0] * 4, version=i) for i in range(5)]
+        _, recorder = train(rollouts, entropy_bonus=bonus, lr=1e-4)
+        return recorder.metrics[0]["train/entropy"]
+
+    assert entropy(1.0) > entropy(0.0) + 0.1
+
+
+def test_only_the_tail_pays(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    rollout = random_rollout([3, 9, 1, 6], rewards=[1.0] * 4)
+    _, recorder = train([rollout], [FixedPenalty(0.5), TailPenalty(0.75)], model=path)
+    delta = recorder.outputs[0]["delta"]
+    bound = delta.sort().values[-5]  # 4 of 19 tokens are above the smallest number that 3/4 do not exceed
+    assert (delta > bound).sum() == 4
+    want = delta.where(delta > bound, 0.0).mean() * 0.5
+    assert recorder.metrics[0]["lagrangian/penalty_mean"] == pytest.approx(want.item(), rel=1e-5)
+    with pytest.raises(UserError, match="TailPenalty needs LagrangianCallback or FixedPenalty before it"):
+        train([rollout], [TailPenalty(), FixedPenalty(0.5)], model=path)
+
+
+def test_the_budget_follows_what_was_measured():
+    rollouts = [random_rollout([3, 9, 1, 6], seed=i, version=i) for i in range(6)]
+    budget = AdaptiveBudget(quantile=0.5, slack=0.1, window=3, warmup=2)
+    multiplier = LagrangianCallback(initial=0.5, lr=1.0, budget=0.9)
+    used = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            used.append((multiplier.budget, sequence_mean(outputs["delta"], outputs["response_lengths"]).item()))
+
+    train(rollouts, [multiplier, budget, Watch()], lr=0.0)
+    expected, means = 0.5, [mean for _, mean in used]
+    for step, (c, mean) in enumerate(used):
+        latest = sorted(means[max(0, step - 3) : step])
+        want = 0.9 if step < 2 else 1.1 * (latest[1] if len(latest) == 3 else sum(latest) / 2)
+        assert c == pytest.approx(want)
+        assert multiplier.history[step] == pytest.approx(expected)
+        expected = min(max(expected + mean - c, 0.0), 1.0)
+    with pytest.raises(UserError, match="AdaptiveBudget needs a LagrangianCallback"):
+        train(rollouts[:1], [AdaptiveBudget()])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"corrections": [TokenTIS(), SequenceMIS()]}, "TokenTIS and SequenceMIS both weigh"),
+        ({"corrections": [Veto(), TokenTIS()], "loss": DPPO()}, "TokenTIS weighs by a ratio that the loss has"),
+        ({"entropy_bonus": -1.0}, "entropy_bonus=-1.0"),
+        ({"norm_length": 0}, "norm_length=0"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOModule(TINY, **options)
 
 
 def test_an_empty_response_beside_others_changes_nothing():

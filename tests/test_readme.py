@@ -42,7 +42,7 @@ def test_every_command_runs(tmp_path):
     )
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     commands = [line for line in lines if line.startswith(("dclightning", "tensorboard"))]
-    assert len(commands) == 7
+    assert len(commands) == 10
     for command in commands:
         if command.startswith("tensorboard"):
             command = f"{command} --inspect"  # the same, without the server

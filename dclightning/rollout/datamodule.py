@@ -1,5 +1,6 @@
 """Problems in, rollouts out: the loader generates when the trainer asks, with the weights of that moment."""
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -7,14 +8,16 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from dclightning.advantages import advantages, check_group_size
 from dclightning.data.problems import Problem, load_problems
-from dclightning.errors import UserError
+from dclightning.errors import RunStoppedError, UserError
 from dclightning.models import load_tokenizer, longest_context, resolve_model
 from dclightning.phases import phases
 from dclightning.rewards.math import MathReward
 from dclightning.rollout.engine import RolloutEngine
 from dclightning.rollout.types import Completion, Rollout, Sampling
 from dclightning.seeds import derive_seed, seed_all
+from dclightning.strategies import data_parallel_reduce
 
 Reward = Callable[[Sequence[Problem], Sequence[Completion]], Sequence[float | None]]
 """Scores each completion against its problem; None where it cannot."""
@@ -32,6 +35,8 @@ class RolloutDataModule(L.LightningDataModule):
         reward: Scores them: an object such as ``MathReward()``, or a plain function of problems and completions.
         prompts_per_step: Problems in a rollout, over all ranks.
         group_size: Responses to each of them.
+        dynamic_sampling: How often to try another problem where all responses to one got the same reward, which leaves
+            nothing to compare; 0 keeps such groups. If groups are left after the last try, the run stops.
         sampling: How training responses are drawn. Truncated support (top_p, top_k, min_p) and temperature 0 are
             refused, because the trainer could not compute the sampled tokens' true probabilities.
         validation_problems: For each benchmark's name, its problems.
@@ -50,6 +55,7 @@ class RolloutDataModule(L.LightningDataModule):
         reward: Reward = MathReward(),
         prompts_per_step: int = 64,
         group_size: int = 8,
+        dynamic_sampling: int = 0,
         sampling: Sampling = Sampling(),
         validation_problems: dict[str, str] | None = None,
         validation_sampling: Sampling = Sampling(max_tokens=32768, temperature=0.7),
@@ -62,8 +68,12 @@ class RolloutDataModule(L.LightningDataModule):
         super().__init__()
         if prompts_per_step < 1:
             raise ValueError(f"prompts_per_step={prompts_per_step}: must be at least 1")
-        if group_size < 2:
-            raise ValueError(f"group_size={group_size}: must be at least 2, for an advantage compares siblings")
+        if group_size < 1:
+            raise ValueError(f"group_size={group_size}: must be at least 1")
+        if dynamic_sampling < 0:
+            raise ValueError(f"dynamic_sampling={dynamic_sampling}: must not be negative")
+        if dynamic_sampling and group_size < 2:
+            raise ValueError(f"dynamic_sampling={dynamic_sampling}: groups of 1 are all alike; set it to 0")
         if validation_samples < 1:
             raise ValueError(f"validation_samples={validation_samples}: must be at least 1")
         if validation_limit is not None and validation_limit < 1:
@@ -87,6 +97,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward = reward
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
+        self.dynamic_sampling = dynamic_sampling
         self.sampling = sampling
         self.validation_problems = validation_problems or {}
         self.validation_sampling = validation_sampling
@@ -125,6 +136,12 @@ class RolloutDataModule(L.LightningDataModule):
                 raise UserError(
                     f"mini_batches={mini_batches}: must divide the prompts of a rollout on each rank, {prompts}"
                 )
+            try:
+                check_group_size(self.group_size, trainer.lightning_module.advantage)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+            if (buffer := trainer.lightning_module.overlong.buffer) > self.sampling.max_tokens:
+                raise UserError(f"overlong.buffer={buffer}: must be at most max_tokens={self.sampling.max_tokens}")
             longest = max(longest, self._longest(self.training_problems, self.sampling))
         elif not self.benchmarks:
             raise UserError("validation_problems is empty: name at least one benchmark and its problems")
@@ -164,8 +181,36 @@ class RolloutDataModule(L.LightningDataModule):
         share = len(chosen) // self._replicas
         problems = [self.training_problems[i] for i in chosen[self._rank * share : (self._rank + 1) * share]]
         seed = derive_seed(self.seed, "rollout", self.step, self._rank)
+        rollout = self.draw(problems, self.sampling, self.group_size, seed)
+        if self.dynamic_sampling:
+            others = [problem for problem in order if problem not in set(chosen)]
+            rollout = self._redraw(rollout, others or order)
         self.step += 1
-        return self.draw(problems, self.sampling, self.group_size, seed)
+        return rollout
+
+    def _redraw(self, rollout: Rollout, others: list[int]) -> Rollout:
+        """Replace groups of equal rewards by groups for other problems, drawn at random, until none is left."""
+        size = self.group_size
+        for attempt in range(self.dynamic_sampling + 1):
+            differ = advantages(rollout.rewards, size, "no-std").view(-1, size).any(-1)
+            alike = (~differ).nonzero().flatten().tolist()
+            if not alike or attempt == self.dynamic_sampling:
+                break
+            seed = derive_seed(self.seed, "redraw", self.step, attempt, self._rank)
+            picks = random.Random(seed).choices(others, k=len(alike))
+            fresh = self.draw([self.training_problems[i] for i in picks], self.sampling, size, seed)
+            groups = list(range(len(differ)))
+            for n, group in enumerate(alike):
+                groups[group] = len(differ) + n
+            rollout = (rollout + fresh).select([group * size + i for group in groups for i in range(size)])
+            rollout.discarded_groups += len(alike)
+        left = int(data_parallel_reduce(self.trainer.strategy, torch.tensor(len(alike))))  # type: ignore[union-attr]
+        if left:
+            raise RunStoppedError(
+                f"dynamic_sampling={self.dynamic_sampling}: after so many tries {left} of {self.prompts_per_step} "
+                "groups still have equal rewards; allow more tries, or easier or harder problems"
+            )
+        return rollout
 
     def draw(self, problems: list[Problem], sampling: Sampling, group_size: int, seed: int) -> Rollout:
         """Sample and score ``group_size`` responses to each problem."""
@@ -191,6 +236,7 @@ class RolloutDataModule(L.LightningDataModule):
             truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
             group_size=group_size,
             temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
             weight_version=self.engine.version,
         )
 
@@ -246,9 +292,12 @@ class RolloutDataModule(L.LightningDataModule):
         if len(rewards) != len(completions):
             raise UserError(f"reward {name}: returned {len(rewards)} rewards for {len(completions)} completions")
         try:
-            return torch.tensor([float("nan") if r is None else float(r) for r in rewards])
+            scores = torch.tensor([float("nan") if r is None else float(r) for r in rewards])
         except (ValueError, TypeError) as error:
             raise UserError(f"reward {name}: rewards must be numbers or None ({error})") from error
+        if scores.isinf().any():
+            raise UserError(f"reward {name}: a reward is infinite; None says that a completion could not be scored")
+        return scores
 
     def _longest(self, problems: list[Problem], sampling: Sampling) -> int:
         return max(len(self.encode(problem)) for problem in problems) + sampling.max_tokens

@@ -47,6 +47,9 @@ class Completion:
     """The decoded response, for rewards and for people; training never sees it."""
 
 
+_OF_SEQUENCES = ("prompt_lengths", "response_lengths", "rewards", "truncated")
+
+
 @dataclass
 class Rollout:
     """The responses of one training step: ragged, so everything that belongs to tokens is flat.
@@ -70,8 +73,12 @@ class Rollout:
     """Responses to a prompt."""
     temperature: float
     """Sampling temperature; the training policy's logits are divided by it, too."""
+    max_tokens: int
+    """The longest response that was allowed."""
     weight_version: int
     """Training steps that the engine's weights had seen."""
+    discarded_groups: int = 0
+    """Groups that were drawn for this rollout and thrown away, since all their rewards were equal."""
 
     @property
     def sequence_starts(self) -> Tensor:
@@ -89,6 +96,22 @@ class Rollout:
         parts = torch.stack([self.prompt_lengths, self.response_lengths], dim=1).flatten().tolist()
         pieces = self.token_ids.split(parts)
         return list(zip(pieces[::2], pieces[1::2], strict=True))
+
+    def select(self, chosen: list[int]) -> "Rollout":
+        """Some of the sequences, in the order given; whole groups of them."""
+        sequences, logprobs = self.sequences(), self.rollout_logprobs.split(self.response_lengths.tolist())
+        return replace(
+            self,
+            token_ids=torch.cat([part for i in chosen for part in sequences[i]]),
+            rollout_logprobs=torch.cat([logprobs[i] for i in chosen]),
+            **{name: getattr(self, name)[chosen] for name in _OF_SEQUENCES},
+        )
+
+    def __add__(self, other: "Rollout") -> "Rollout":
+        """The sequences of both, which were drawn alike."""
+        names = ("token_ids", "rollout_logprobs", *_OF_SEQUENCES)
+        both: dict[str, Any] = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in names}
+        return replace(self, **both)
 
     def __len__(self) -> int:
         return len(self.rewards)
