@@ -32,9 +32,17 @@ class RolloutCheckpoint(ModelCheckpoint):
             save_last="link",
             every_n_train_steps=1,
             save_on_train_epoch_end=False,
+            enable_version_counter=False,  # a run that is continued in its folder has one last.ckpt, not a last-v1.ckpt
         )
         # That the weights are those after the update is as it should be.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Resumed after an epoch's last rollout, a run starts a new epoch, which Lightning would not count."""
+        super().on_train_start(trainer, pl_module)
+        epochs = trainer.fit_loop.epoch_progress.total
+        if trainer.fit_loop.restarted_mid_epoch and epochs.completed == epochs.ready:
+            trainer.fit_loop.reset_restart_stage()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is time, or if this was the epoch's last rollout."""

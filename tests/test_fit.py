@@ -168,6 +168,22 @@ def test_a_preempted_run_is_saved_after_its_rollout_and_resumes_exactly(tmp_path
     assert same_weights(resumed, whole)
 
 
+def test_a_run_may_be_continued_epoch_by_epoch(tmp_path):
+    def callbacks():
+        return [LagrangianCallback(0.5, 20.0, 1e-3), RolloutCheckpoint(every_n_rollouts=100)]
+
+    whole, rows = fit(tmp_path / "whole", callbacks(), rollouts=2, epochs=3)
+    last, parts = tmp_path / "parts" / "run" / "checkpoints" / "last.ckpt", []
+    for epochs in (1, 2, 2, 3):
+        ckpt_path = last if last.exists() else None
+        module, some = fit(tmp_path / "parts", callbacks(), rollouts=2, epochs=epochs, ckpt_path=ckpt_path)
+        assert len(some) == (2 if len(parts) < 2 * epochs else 0)  # a finished run has nothing left to do
+        parts += some
+    assert parts == rows
+    assert same_weights(module, whole)
+    assert [path.name for path in last.parent.glob("last*")] == ["last.ckpt"]
+
+
 def test_epochs_may_be_shorter_than_the_problems(tmp_path):
     problems = load_problems("dclightning/arithmetic-train")[:20]  # five rollouts, in epochs of three
     callbacks = [RolloutCheckpoint(every_n_rollouts=100)]
