@@ -9,6 +9,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentError, Namespace
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -126,6 +127,8 @@ class DCLightningCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say where everything is."""
+        if self.trainer.is_global_zero and "train/reward" not in self.trainer.callback_metrics:
+            print("Nothing was left to train; a larger --trainer.max_epochs continues the run")
         if self.trainer.is_global_zero and self.trainer.log_dir:
             print(f"The run is in {os.path.relpath(self.trainer.log_dir)}")
 
@@ -136,7 +139,7 @@ def main(arguments: list[str]) -> None:
     try:
         DCLightningCLI(arguments, chatter)
     except ArgumentError as error:
-        raise UserError(_one_line(error)) from error
+        raise UserError(_one_line(error).replace('"<unicode string>"', _broken_config(arguments))) from error
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -207,6 +210,16 @@ def _write_log(chatter: MemoryHandler, folder: str | None) -> None:
     logging.getLogger().addHandler(target)
     chatter.setTarget(target)
     chatter.flush()
+
+
+def _broken_config(arguments: list[str]) -> str:
+    """Which of the config files is no YAML, for the parser does not say."""
+    for path in (word.removeprefix("--config=") for word in arguments if word.endswith((".yaml", ".yml"))):
+        try:
+            yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError):
+            return path
+    return "the options"
 
 
 def _one_line(error: Exception) -> str:

@@ -30,17 +30,10 @@ from dclightning.strategies import clip_grad_norm, data_parallel_gather, data_pa
 
 log = logging.getLogger(__name__)
 
+OF_RESPONSES = ("reward", "unscored_fraction", "response_length", "truncated_fraction", "length_penalty")
+OF_TOKENS = ("entropy", "reference_kl", "approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
 MEANS = (
-    *("train/reward", "train/unscored_fraction", "train/response_length", "train/truncated_fraction"),
-    *(
-        "train/length_penalty",
-        "train/discarded_per_group",
-        "train/loss",
-        "train/grad_norm",
-        "train/entropy",
-        "train/reference_kl",
-    ),
-    *("train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high", "train/approx_kl"),
+    *(f"train/{name}" for name in ("discarded_per_group", *OF_RESPONSES, "loss", "grad_norm", *OF_TOKENS)),
     *("discrepancy/kept_mean", "lagrangian/penalty_mean"),
 )
 """What is logged as a mean over the responses or tokens of a step."""
@@ -149,6 +142,7 @@ class GRPOModule(L.LightningModule):
         self.micro_batch_tokens = micro_batch_tokens
         self.gradient_checkpointing = gradient_checkpointing
         self.model: Any = None
+        self.reference: Any
         self.penalty: Callable[[Tensor], Tensor] | None = None
         """What tokens of the given discrepancies, (R,), are charged. Callbacks set it."""
 
@@ -224,12 +218,14 @@ class GRPOModule(L.LightningModule):
         with phases("score"):
             old_logprobs, entropy, reference_logprobs = self._score(rollout, plan)
         delta = discrepancy(old_logprobs, rollout.rollout_logprobs, self.discrepancy)
-        penalty = torch.zeros_like(delta) if self.penalty is None else self.penalty(delta)
         lengths = rollout.response_lengths
-        of_tokens = spread(self._advantages(rollout), lengths)
-        weights, keep = corrected(self.corrections, old_logprobs - rollout.rollout_logprobs, lengths)
         valid = ~rollout.truncated if self.overlong.mask else torch.ones_like(rollout.truncated)
         tokens = spread(valid, lengths)
+        penalty = torch.zeros_like(delta)
+        if self.penalty is not None:
+            penalty[tokens] = self.penalty(delta[tokens])
+        of_tokens = spread(self._advantages(rollout), lengths)
+        weights, keep = corrected(self.corrections, old_logprobs - rollout.rollout_logprobs, lengths)
         given = _Given(
             old_logprobs=old_logprobs,
             rollout_logprobs=rollout.rollout_logprobs,
@@ -295,6 +291,8 @@ class GRPOModule(L.LightningModule):
             if self.reference_kl.coefficient:
                 reference[batch.index], _ = token_logprobs(self.reference, batch, rollout.temperature)
         reshard(self.model)
+        if self.reference_kl.coefficient:
+            reshard(self.reference)
         return logprobs, entropy, reference
 
     def _update(self, rollout: Rollout, plan: list[list[Pack]], given: _Given) -> Tensor:

@@ -12,6 +12,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+TWO_WEIGHTS = ["--config", QUICKSTART, "--model.corrections+=TokenTIS", "--model.corrections+=SequenceTIS"]
 SHORT = ["--config", QUICKSTART, "--data.prompts_per_step", "4", "--data.validation_limit", "4"]
 
 
@@ -43,6 +44,18 @@ def test_help_imports_nothing_heavy():
         (["fit", "--config", QUICKSTART, "--model.optimizer.lrr", "1"], "lrr"),
         (["fit", "--config", QUICKSTART, "--model.optimizer.lr", "fast"], "model.optimizer.lr"),
         (["fit", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["fit", "--config", QUICKSTART, "--config", "broken.yaml"], "in broken.yaml, line 2"),
+        (["fit", *TWO_WEIGHTS], "TokenTIS and SequenceTIS both weigh"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.loss", "DPPO", "--model.corrections+=TokenTIS"],
+            "TokenTIS weighs by",
+        ),
+        (["fit", "--config", QUICKSTART, "--model.loss", "PPO"], "PPO"),
+        (["fit", "--config", QUICKSTART, "--model.advantage", "best"], "advantage"),
+        (["fit", "--config", QUICKSTART, "--model.corrections+=TokenTIS", "--model.corrections.cap", "0"], "cap=0"),
+        (["fit", "--config", QUICKSTART, "--data.group_size", "1"], "group_size=1: advantage='grpo' compares"),
+        (["fit", "--config", QUICKSTART, "--model.overlong.buffer", "99"], "overlong.buffer=99: must be at most"),
+        (["toy", "--epsilon", "0"], "--epsilon=0"),
         (["fit", "--config", QUICKSTART, "--model.model", "nowhere/at-all"], "model='nowhere/at-all': no such folder"),
         (["fit", "--config", QUICKSTART, "--data.problems", "nowhere.jsonl"], "problems='nowhere.jsonl'"),
         (["fit", "--config", QUICKSTART, "--data.sampling.top_p", "0.8"], "top_p=0.8"),
@@ -63,6 +76,7 @@ def test_help_imports_nothing_heavy():
 )
 @pytest.mark.slow
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, named):
+    (tmp_path / "broken.yaml").write_text("model: [\n")
     done = dclightning(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert named in done.stderr
@@ -109,6 +123,10 @@ def test_a_run_its_report_its_checkpoint_and_the_users_own_code(tmp_path):
     assert "rollout 2/" not in resumed.stderr
     assert not (run.parent / "version_1").exists()  # continued in its own folder
     assert yaml.safe_load((run / "config.yaml").read_text())["ckpt_path"] is None
+
+    again = dclightning("fit", *config, "--ckpt_path", last, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "Nothing was left to train" in again.stdout
 
 
 @pytest.mark.slow
