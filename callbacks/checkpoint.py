@@ -40,6 +40,7 @@ class RolloutCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Resumed after an epoch's last rollout, a run starts a new epoch, which Lightning would not count."""
         super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step  # what was resumed from is saved
         epochs = trainer.fit_loop.epoch_progress.total
         if trainer.fit_loop.restarted_mid_epoch and epochs.completed == epochs.ready:
             trainer.fit_loop.reset_restart_stage()

@@ -6,6 +6,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from dclightning.callbacks.lagrangian import check_only_penalty
 from dclightning.errors import UserError, check_choice
 
 Form = Literal["hinge", "gate"]
@@ -30,6 +31,10 @@ class FixedPenalty(L.Callback):
         self.multiplier = multiplier
         self.threshold = threshold
         self.form = form
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse another penalty beside this one, before anything is computed."""
+        check_only_penalty(trainer, self)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Charge every step."""

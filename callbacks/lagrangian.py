@@ -58,6 +58,10 @@ class LagrangianCallback(L.Callback):
         self.history: list[float] = []
         """The multiplier that each step so far was computed with."""
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse another penalty beside this one, before anything is computed."""
+        check_only_penalty(trainer, self)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Charge the first step."""
         if pl_module.penalty is not None:
@@ -75,9 +79,8 @@ class LagrangianCallback(L.Callback):
         delta, mean = outputs["delta"], self.mean_discrepancy(outputs)
         if not math.isfinite(mean):
             log.warning("The step's mean discrepancy is %s: the multiplier stays at %g", mean, self.multiplier)
-        else:
-            pl_module.log("lagrangian/violation", mean - self.budget)
-            pl_module.log("discrepancy/over_budget", (delta > self.budget).float().mean())
+        pl_module.log("lagrangian/violation", mean - self.budget)
+        pl_module.log("discrepancy/over_budget", (delta > self.budget).float().mean())
         pl_module.log("lagrangian/budget", self.budget)
         pl_module.log("lagrangian/multiplier", self.multiplier, prog_bar=True)
         self.history.append(self.multiplier)
@@ -97,3 +100,10 @@ class LagrangianCallback(L.Callback):
         """Continue from a checkpoint."""
         self.multiplier = state_dict["multiplier"]
         self.history = list(state_dict["history"])
+
+
+def check_only_penalty(trainer: Any, callback: L.Callback) -> None:
+    """Refuse a penalty beside another: what tokens are charged would be a matter of their order."""
+    for other in trainer.callbacks:
+        if other is not callback and hasattr(other, "penalty"):
+            raise UserError(f"callbacks: {type(callback).__name__} and {type(other).__name__} both set the penalty")

@@ -18,23 +18,28 @@ class TailPenalty(L.Callback):
     quantile is that of the tokens of all ranks.
 
     Args:
-        quantile: Share of the tokens that pay nothing.
+        free_share: Share of the tokens that pay nothing.
     """
 
-    def __init__(self, quantile: float = 0.99) -> None:
-        if not 0 < quantile < 1:
-            raise ValueError(f"quantile={quantile}: must be between 0 and 1")
-        self.quantile = quantile
+    def __init__(self, free_share: float = 0.99) -> None:
+        if not 0 < free_share < 1:
+            raise ValueError(f"free_share={free_share}: must be between 0 and 1")
+        self.free_share = free_share
+
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse to stand alone, before anything is computed."""
+        before = trainer.callbacks[: trainer.callbacks.index(self)]
+        if not any(hasattr(callback, "penalty") for callback in before):
+            raise UserError("callbacks: TailPenalty needs LagrangianCallback or FixedPenalty before it in the list")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Stand between the penalty and the tokens."""
-        if (whole := pl_module.penalty) is None:
-            raise UserError("callbacks: TailPenalty needs LagrangianCallback or FixedPenalty before it in the list")
+        whole = pl_module.penalty
 
         def tail(delta: Tensor) -> Tensor:
             everyones = data_parallel_gather(trainer.strategy, delta)
             if len(everyones) == 0:
                 return torch.zeros_like(delta)
-            return torch.where(delta > quantile(everyones, self.quantile), whole(delta), 0.0)
+            return torch.where(delta > quantile(everyones, self.free_share), whole(delta), 0.0)
 
         pl_module.penalty = tail

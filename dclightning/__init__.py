@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     )
     from dclightning.module import GRPOModule, Overlong
     from dclightning.optimizer import AdamW
-    from dclightning.policy_loss import CISPO, DPPO, GSPO, PPOClip
+    from dclightning.policy_loss import CISPO, DPPO, GSPO, PolicyLoss, PPOClip
     from dclightning.reference_kl import ReferenceKL
     from dclightning.rewards.math import MathReward
     from dclightning.rollout.datamodule import RolloutDataModule
@@ -29,6 +29,7 @@ _WHERE = {
     "AdamW": "dclightning.optimizer",
     "CISPO": "dclightning.policy_loss",
     "Completion": "dclightning.rollout.types",
+    "Correction": "dclightning.corrections",
     "DPPO": "dclightning.policy_loss",
     "GeometricMask": "dclightning.corrections",
     "GRPOModule": "dclightning.module",
@@ -36,6 +37,7 @@ _WHERE = {
     "MathReward": "dclightning.rewards.math",
     "Overlong": "dclightning.module",
     "ParallelStrategy": "dclightning.strategies",
+    "PolicyLoss": "dclightning.policy_loss",
     "PPOClip": "dclightning.policy_loss",
     "ReferenceKL": "dclightning.reference_kl",
     "Rollout": "dclightning.rollout.types",
@@ -53,6 +55,7 @@ __all__ = [
     "AdamW",
     "CISPO",
     "Completion",
+    "Correction",
     "DPPO",
     "GeometricMask",
     "GRPOModule",
@@ -60,6 +63,7 @@ __all__ = [
     "MathReward",
     "Overlong",
     "ParallelStrategy",
+    "PolicyLoss",
     "PPOClip",
     "ReferenceKL",
     "Rollout",

@@ -75,7 +75,7 @@ def check_group_size(group_size: int, kind: AdvantageKind) -> None:
         )
 
 
-def soft_length_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
+def soft_length_penalty(lengths: Tensor, max_tokens: int, buffer: float) -> Tensor:
     """What is taken from a long response's reward: nothing up to ``max_tokens - buffer``, then linearly up to 1 (DAPO).
 
     Args:

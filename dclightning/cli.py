@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -13,6 +14,7 @@ import yaml
 from jsonargparse import ArgumentError, Namespace
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -22,6 +24,8 @@ from dclightning.module import GRPOModule
 from dclightning.rollout.datamodule import RolloutDataModule
 
 LOG_FILE = "run.log"
+
+log = logging.getLogger(__name__)
 
 
 class DCLightningCLI(LightningCLI):
@@ -39,7 +43,6 @@ class DCLightningCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             trainer_defaults={
-                "callbacks": [WeightSync()],
                 "log_every_n_steps": 1,
                 "num_sanity_val_steps": -1,
                 "use_distributed_sampler": False,
@@ -54,10 +57,7 @@ class DCLightningCLI(LightningCLI):
         return {"fit": excluded, "validate": excluded, "test": excluded}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The callbacks of every run, one seed for all, and object defaults in a form that a saved config can hold.
-
-        What ``trainer.callbacks`` lists comes on top: there a config says which method it is.
-        """
+        """The callbacks of every run, one seed for all, and object defaults in a form that a saved config can hold."""
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
         parser.add_lightning_class_args(Histograms, "histograms")
         parser.add_lightning_class_args(RolloutProgress, "progress")
@@ -87,6 +87,7 @@ class DCLightningCLI(LightningCLI):
         if not checkpoint.exists():
             raise UserError(f"ckpt_path={path!r}: no such file")
         config.ckpt_path = str(checkpoint)
+        print(f"From checkpoint {os.path.relpath(checkpoint.resolve())}", file=sys.stderr)
         run, continued = checkpoint.parent.parent, self.subcommand == "fit" and hasattr(logger, "init_args")
         if continued and run.parent.resolve() == _runs_folder(logger).resolve():
             logger.init_args.version = run.name
@@ -98,6 +99,20 @@ class DCLightningCLI(LightningCLI):
         except (ValueError, TypeError, OSError, ImportError, RuntimeError, MisconfigurationException) as error:
             raise UserError(_one_line(error)) from error
         _write_log(self.chatter, self.trainer.log_dir if self.subcommand == "fit" else None)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Put the callbacks of every run around those that the config lists, save those that it lists or turns off.
+
+        In ``trainer.callbacks`` a config says which method it is.
+        """
+        listed = config["callbacks"] or []
+        listed = listed if isinstance(listed, list) else [listed]
+        off = {Checkpoint: config["enable_checkpointing"] is False, ProgressBar: config["enable_progress_bar"] is False}
+        for kind in (Checkpoint, ProgressBar, Histograms):
+            if off.get(kind) or any(isinstance(callback, kind) for callback in listed):
+                callbacks = [callback for callback in callbacks if not isinstance(callback, kind)]
+        sync = [] if any(isinstance(callback, WeightSync) for callback in listed) else [WeightSync()]
+        return super()._instantiate_trainer({**config, "callbacks": [*sync, *listed]}, callbacks)
 
     def fit(self, model: GRPOModule, **kwargs: Any) -> None:
         """Train; what fails before the first step is reported in one line, with the rest in the log file."""
@@ -115,7 +130,7 @@ class DCLightningCLI(LightningCLI):
         try:
             stage(model, **kwargs)
         except (ValueError, OSError, MisconfigurationException) as error:
-            logging.getLogger(__name__).debug("Failed", exc_info=True)
+            log.debug("Failed", exc_info=True)
             if isinstance(error, UserError) or self.trainer.fit_loop.total_batch_idx < 0:
                 raise UserError(_one_line(error)) from error
             raise
@@ -153,9 +168,31 @@ class _SaveConfig(SaveConfigCallback):
         super().__init__(parser, config, **options)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save when training starts; an evaluation leaves no file."""
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
+        """Save when training starts, beside what the run was trained with before; an evaluation leaves no file."""
+        if stage != "fit":
+            return
+        saved = Path(trainer.log_dir or "") / self.config_filename
+        if trainer.is_global_zero and trainer.log_dir and saved.exists():
+            before, now = (
+                yaml.safe_load(text) for text in (saved.read_text(), self.parser.dump(self.config, skip_none=False))
+            )
+            changed = [key for key in ("model", "data", "trainer.callbacks") if _at(before, key) != _at(now, key)]
+            if changed:
+                kept = saved.with_name(f"config-{sum(1 for _ in saved.parent.glob('config*.yaml'))}.yaml")
+                saved.rename(kept)
+                log.warning(
+                    "The run in %s is continued with another %s; its config so far is now %s",
+                    os.path.relpath(saved.parent),
+                    " and ".join(changed),
+                    kept.name,
+                )
+        super().setup(trainer, pl_module, stage)
+
+
+def _at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part)
+    return config
 
 
 def _runs_folder(logger: Any) -> Path:
@@ -224,6 +261,14 @@ def _broken_config(arguments: list[str]) -> str:
 
 def _one_line(error: Exception) -> str:
     message = " ".join(str(error).split())
+    # The parser takes the name of a class that it does not know for a file.
+    if unknown := re.search(
+        r'"([\w.]+)": - Expected a path but (\S+) either not accessible or invalid - (.*)', message
+    ):
+        key, value, reason = unknown.groups()
+        if reason.startswith("Expected a"):
+            reason = f"there is no such class; yours go by import path, as mine.{value}"
+        return f"{key}={value!r}: {reason}"
     head, union, rest = message.partition(" - Expected a path but ")
     if not union:
         head, union, rest = message.partition(" Does not validate against any of the Union subtypes ")

@@ -8,13 +8,15 @@ policies for the weights that sampled, :math:`\rho_t = \pi_{train,old}(o_t) / \p
 
 and returns a weight for each token, (R,) float32, and which tokens to keep, (R,) bool. A token that is dropped leaves
 the numerator and the denominator of the loss.
+
+No two of them have an option of the same name: a config that puts one in the place of another keeps the values of such.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ class TokenTIS(Correction):
     """Largest weight."""
 
     def __post_init__(self) -> None:
-        _check_positive("cap", self.cap)
+        _check_positive(self, "cap")
 
     def __call__(self, log_ratio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Weights; all tokens are kept."""
@@ -56,15 +58,15 @@ class SequenceTIS(Correction):
 
     weighs: ClassVar[bool] = True
 
-    cap: float = 2.0
+    product_cap: float = 2.0
     """Largest weight."""
 
     def __post_init__(self) -> None:
-        _check_positive("cap", self.cap)
+        _check_positive(self, "product_cap")
 
     def __call__(self, log_ratio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Weights; all tokens are kept."""
-        product = segment_sum(log_ratio, lengths).clamp(max=math.log(self.cap)).exp()
+        product = segment_sum(log_ratio, lengths).clamp(max=math.log(self.product_cap)).exp()
         return spread(product.float(), lengths), _all(log_ratio)
 
 
@@ -80,7 +82,7 @@ class TokenMIS(Correction):
     """Largest ratio that is kept."""
 
     def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high)
+        _check_bounds(self, "low", "high")
 
     def __call__(self, log_ratio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, and the tokens within the bounds."""
@@ -94,18 +96,18 @@ class SequenceMIS(Correction):
 
     weighs: ClassVar[bool] = True
 
-    low: float = 0.5
+    product_low: float = 0.5
     """Smallest product that is kept."""
-    high: float = 5.0
+    product_high: float = 5.0
     """Largest product that is kept."""
 
     def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high)
+        _check_bounds(self, "product_low", "product_high")
 
     def __call__(self, log_ratio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, and the tokens of the responses within the bounds."""
         product = segment_sum(log_ratio, lengths)
-        keep = _within(product, self.low, self.high)
+        keep = _within(product, self.product_low, self.product_high)
         return spread(product.where(keep, 0.0).exp().float(), lengths), spread(keep, lengths)
 
 
@@ -113,17 +115,17 @@ class SequenceMIS(Correction):
 class GeometricMask(Correction):
     r"""Keeps the responses whose geometric mean :math:`\exp(mean_t \log \rho_t)` lies within bounds."""
 
-    low: float = 0.999
+    mean_low: float = 0.999
     """Smallest mean that is kept."""
-    high: float = 1.001
+    mean_high: float = 1.001
     """Largest mean that is kept."""
 
     def __post_init__(self) -> None:
-        _check_bounds(self.low, self.high)
+        _check_bounds(self, "mean_low", "mean_high")
 
     def __call__(self, log_ratio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens of the responses within the bounds; the weight is 1."""
-        keep = _within(segment_mean(log_ratio, lengths), self.low, self.high)
+        keep = _within(segment_mean(log_ratio, lengths), self.mean_low, self.mean_high)
         return torch.ones_like(log_ratio), spread(keep, lengths)
 
 
@@ -131,15 +133,15 @@ class GeometricMask(Correction):
 class Veto(Correction):
     r"""Drops the responses of which any token has :math:`\rho_t` below the threshold."""
 
-    threshold: float = 1e-4
+    min_ratio: float = 1e-4
     """Smallest ratio that is tolerated."""
 
     def __post_init__(self) -> None:
-        _check_positive("threshold", self.threshold)
+        _check_positive(self, "min_ratio")
 
     def __call__(self, log_ratio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens of the responses that are left; the weight is 1."""
-        keep = segment_max(-log_ratio, lengths) <= -math.log(self.threshold)
+        keep = segment_max(-log_ratio, lengths) <= -math.log(self.min_ratio)
         return torch.ones_like(log_ratio), spread(keep, lengths)
 
 
@@ -150,16 +152,16 @@ class TrustRegionMask(Correction):
     (arXiv 2512.23075; the estimate is of :math:`KL(\pi_{inf} \| \pi_{train})`.)
     """
 
-    threshold: float = 0.05
+    max_kl: float = 0.05
     """Largest estimate that is tolerated, in nats."""
 
     def __post_init__(self) -> None:
-        _check_positive("threshold", self.threshold)
+        _check_positive(self, "max_kl")
 
     def __call__(self, log_ratio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens of the responses that are left; the weight is 1."""
         gap = log_ratio.double()
-        keep = segment_max(gap.expm1() - gap, lengths) <= self.threshold
+        keep = segment_max(gap.expm1() - gap, lengths) <= self.max_kl
         return torch.ones_like(log_ratio), spread(keep, lengths)
 
 
@@ -180,6 +182,8 @@ def corrected(corrections: Sequence[Correction], log_ratio: Tensor, lengths: Ten
     weights, keep = torch.ones_like(log_ratio), _all(log_ratio)
     for correction in corrections:
         more_weights, more_keep = correction(log_ratio, lengths)
+        if more_weights.shape != log_ratio.shape or more_keep.shape != log_ratio.shape:
+            raise ValueError(f"{type(correction).__name__}: must return two tensors with a number for each token")
         weights, keep = weights * more_weights, keep & more_keep
     return weights, keep
 
@@ -206,11 +210,12 @@ def _within(log_values: Tensor, low: float, high: float) -> Tensor:
     return (log_values >= (math.log(low) if low > 0 else -math.inf)) & (log_values <= math.log(high))
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}={value}: must be positive")
+def _check_positive(correction: Any, name: str) -> None:
+    if not (value := getattr(correction, name)) > 0:
+        raise ValueError(f"{type(correction).__name__}.{name}={value}: must be positive")
 
 
-def _check_bounds(low: float, high: float) -> None:
-    if not 0 <= low < high:
-        raise ValueError(f"low={low}, high={high}: must not be negative, low being the smaller")
+def _check_bounds(correction: Any, low: str, high: str) -> None:
+    if not 0 <= getattr(correction, low) < getattr(correction, high):
+        values = f"{low}={getattr(correction, low)}, {high}={getattr(correction, high)}"
+        raise ValueError(f"{type(correction).__name__}: {values}: must not be negative, {low} being the smaller")

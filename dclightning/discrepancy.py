@@ -62,5 +62,5 @@ def token_mean(values: Tensor) -> Tensor:
 
 def quantile(values: Tensor, q: float) -> Tensor:
     """The smallest of some numbers that at least a share q of them does not exceed; a scalar."""
-    # torch.quantile refuses more than 16 million values.
-    return values.kthvalue(max(1, math.ceil(q * values.numel() - 1e-9))).values
+    # torch.quantile refuses more than 16 million values, and kthvalue is not deterministic on a GPU.
+    return values.sort().values[max(1, math.ceil(q * values.numel() - 1e-9)) - 1]

@@ -15,3 +15,9 @@ def check_choice(field: str, value: str, choices: Any) -> None:
     """Refuse a value that is not in a ``Literal``; raises ValueError."""
     if value not in get_args(choices):
         raise ValueError(f"{field}={value!r}: must be one of {', '.join(get_args(choices))}")
+
+
+def check_type(field: str, value: object, kind: type) -> None:
+    """Refuse an object of another class; raises TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{field}={value!r}: must be a {kind.__name__}, such as those of dclightning")

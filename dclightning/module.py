@@ -15,7 +15,7 @@ from transformers import get_scheduler
 from dclightning.advantages import AdvantageKind, advantages, soft_length_penalty
 from dclightning.corrections import Correction, check_corrections, corrected
 from dclightning.discrepancy import DiscrepancyKind, discrepancy
-from dclightning.errors import check_choice
+from dclightning.errors import UserError, check_choice, check_type
 from dclightning.lagrangian import penalized_advantages
 from dclightning.metrics import Discrepancy, ImportanceWeights, Means, Mismatch
 from dclightning.models import check_token_logprobs, load_policy, reshard, token_logprobs
@@ -46,12 +46,13 @@ class Overlong:
     mask: bool = False
     """Whether truncated responses are left out of the loss and of the discrepancy. Their rewards still count in their
     groups."""
-    buffer: int = 0
-    """The last tokens before the longest response, over which a penalty rises linearly from 0 to 1; 0 turns it off."""
+    buffer: float = 0.0
+    """The end of the longest response, as a share of it, over which a penalty rises linearly from 0 to 1; 0 turns it
+    off, DAPO has 0.2."""
 
     def __post_init__(self) -> None:
-        if self.buffer < 0:
-            raise ValueError(f"buffer={self.buffer}: must not be negative")
+        if not 0 <= self.buffer <= 1:
+            raise ValueError(f"overlong.buffer={self.buffer}: must be a share of max_tokens, from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class GRPOModule(L.LightningModule):
             (``dclightning/tiny-arithmetic``).
         loss: The policy loss.
         aggregation: How tokens are weighed against each other: ``token``, ``sequence`` or ``sequence-sum-norm``.
-        norm_length: The constant length of ``sequence-sum-norm``, in tokens.
+        norm_length: The constant length of ``sequence-sum-norm``, in tokens; None takes that of the longest response.
         advantage: What a response is compared with, and the scale.
         discrepancy: How a token's discrepancy is measured.
         corrections: Weights and masks for the gap between the two policies, stacked.
@@ -101,7 +102,7 @@ class GRPOModule(L.LightningModule):
         model: str,
         loss: PolicyLoss = PPOClip(),
         aggregation: Aggregation = "token",
-        norm_length: int = 8192,
+        norm_length: int | None = None,
         advantage: AdvantageKind = "grpo",
         discrepancy: DiscrepancyKind = "probability",
         corrections: Sequence[Correction] = (),
@@ -118,10 +119,16 @@ class GRPOModule(L.LightningModule):
             raise ValueError(f"mini_batches={mini_batches}: must be at least 1")
         if micro_batch_tokens < 1:
             raise ValueError(f"micro_batch_tokens={micro_batch_tokens}: must be at least 1")
-        if norm_length < 1:
+        if norm_length is not None and norm_length < 1:
             raise ValueError(f"norm_length={norm_length}: must be at least 1")
         if not entropy_bonus >= 0:
             raise ValueError(f"entropy_bonus={entropy_bonus}: must not be negative")
+        check_type("loss", loss, PolicyLoss)
+        for correction in corrections if isinstance(corrections, Sequence) else [corrections]:
+            check_type("corrections", correction, Correction)
+        check_type("overlong", overlong, Overlong)
+        check_type("reference_kl", reference_kl, ReferenceKL)
+        check_type("optimizer", optimizer, AdamW)
         check_choice("aggregation", aggregation, Aggregation)
         check_choice("advantage", advantage, AdvantageKind)
         check_choice("discrepancy", discrepancy, DiscrepancyKind)
@@ -133,7 +140,7 @@ class GRPOModule(L.LightningModule):
         self.norm_length = norm_length
         self.advantage: AdvantageKind = advantage
         self.discrepancy: DiscrepancyKind = discrepancy
-        self.corrections = corrections
+        self.corrections = corrections if isinstance(corrections, Sequence) else [corrections]
         self.overlong = overlong
         self.reference_kl = reference_kl
         self.entropy_bonus = entropy_bonus
@@ -144,7 +151,7 @@ class GRPOModule(L.LightningModule):
         self.model: Any = None
         self.reference: Any
         self.penalty: Callable[[Tensor], Tensor] | None = None
-        """What tokens of the given discrepancies, (R,), are charged. Callbacks set it."""
+        """What tokens of the given discrepancies, (R,), are charged. Callbacks set it as a training starts."""
 
     # Set-up
 
@@ -152,7 +159,7 @@ class GRPOModule(L.LightningModule):
         """Load the policy, where the strategy wants it."""
         if self.model is None:
             self.model = load_policy(self.model_name, self.trainer.strategy, self.gradient_checkpointing)
-            if self.reference_kl.coefficient:
+            if self.reference_kl.coefficient and self.trainer.state.fn == "fit":
                 # Not registered as a part of the module: it is neither trained nor saved.
                 self.__dict__["reference"] = load_policy(self.model_name, self.trainer.strategy).requires_grad_(False)
 
@@ -167,6 +174,11 @@ class GRPOModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuse a model that the log-probs would be wrong for, and forget an earlier run's penalty."""
+        if any(parameter.dtype != torch.float32 for parameter in self.model.parameters()):
+            raise UserError(
+                f"trainer.precision={self.trainer.precision}: parameters must stay FP32, or small updates are rounded "
+                "away; use 32-true, and mixed_precision of ParallelStrategy to compute in BF16"
+            )
         check_token_logprobs(self.model, self.model_name)
         self.penalty = None
         if self.reference_kl.coefficient:
@@ -177,6 +189,7 @@ class GRPOModule(L.LightningModule):
         self.of_discrepancy = Discrepancy(**options).to(self.device)
         self.of_mismatch = Mismatch(**options).to(self.device)
         self.of_weights = ImportanceWeights(**options).to(self.device)
+        self._logged: list[str] = []
 
     def on_train_start(self) -> None:
         """Follow this run's own schedule: the checkpoint that it resumes from may have had a shorter one."""
@@ -239,9 +252,9 @@ class GRPOModule(L.LightningModule):
         self._measure(rollout, tokens, entropy, penalty)
         if self.corrections:
             self.means.update({"discrepancy/kept_mean": delta[given.keep]})
+            self.of_weights.update(weights[tokens], keep[tokens])
         self.of_discrepancy.update(delta[tokens], lengths[valid])
         self.of_mismatch.update(old_logprobs[tokens], rollout.rollout_logprobs[tokens])
-        self.of_weights.update(weights[tokens], keep[tokens])
         self._log_metrics()
         return {
             "delta": self._gather(delta[tokens]),
@@ -251,11 +264,13 @@ class GRPOModule(L.LightningModule):
 
     def _advantages(self, rollout: Rollout) -> Tensor:
         """One for each response, (B,), from its reward less the penalty for its length."""
-        penalty = soft_length_penalty(rollout.response_lengths, rollout.max_tokens, self.overlong.buffer)
+        buffer = self.overlong.buffer * rollout.max_tokens
+        penalty = soft_length_penalty(rollout.response_lengths, rollout.max_tokens, buffer)
         if self.overlong.buffer:
             self.means.update({"train/length_penalty": penalty})
         rewards = rollout.rewards - penalty
-        return advantages(rewards, rollout.group_size, self.advantage, self._gather(rewards))
+        everyones = self._gather(rewards) if self.advantage in ("batch-std", "batch") else None
+        return advantages(rewards, rollout.group_size, self.advantage, everyones)
 
     def _plan(self, rollout: Rollout) -> list[list[Pack]]:
         """For each optimizer step its micro-batches: the same number on every rank, as sharded models need."""
@@ -310,7 +325,7 @@ class GRPOModule(L.LightningModule):
             counts = self._sum(torch.stack([keep.sum(), responses, active[index].sum()]))
             weights = torch.zeros_like(ratio)
             weights[index] = token_weights(
-                lengths, keep, counts[0], counts[1], self.aggregation, norm_length=self.norm_length
+                lengths, keep, counts[0], counts[1], self.aggregation, self.norm_length or rollout.max_tokens
             )
             loss = torch.zeros((), device=self.device)
             for batch in mini if counts[2] > 0 else []:
@@ -440,10 +455,15 @@ class GRPOModule(L.LightningModule):
         self._tokens = self._sum(torch.stack([rollout.response_lengths.sum(), rollout.prompt_lengths.sum()]))
 
     def _log_metrics(self) -> None:
-        for metric in (self.means, self.of_discrepancy, self.of_mismatch, self.of_weights):
-            for name, value in metric.compute().items():
-                self.log(name, value.float(), prog_bar=name in ("train/reward", "discrepancy/sequence_mean"))
+        # Of what has no value now, Lightning would log the last one again.
+        values = dict.fromkeys(self._logged, torch.tensor(torch.nan))
+        of_weights = [self.of_weights] if self.corrections else []
+        for metric in (self.means, self.of_discrepancy, self.of_mismatch, *of_weights):
+            values |= metric.compute()
             metric.reset()
+        self._logged = list(values)
+        for name, value in values.items():
+            self.log(name, value.float(), prog_bar=name in ("train/reward", "discrepancy/sequence_mean"))
 
     def on_train_batch_end(self, outputs: Any, batch: Rollout, batch_idx: int) -> None:
         """Log the times of the whole step, the callbacks' part included."""

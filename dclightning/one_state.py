@@ -72,7 +72,7 @@ def optimal_policy(q: Vector, advantages: Vector, epsilon: float, kind: "Discrep
     Args:
         q: Probabilities under the inference policy, all positive, summing to 1, (n,) with n >= 2.
         advantages: One of each action, finite, (n,).
-        epsilon: The budget, at least 1e-20: of less, rounding leaves nothing.
+        epsilon: The budget, at least 1e-12: of less, rounding leaves nothing.
         kind: The discrepancy that is squared.
     """
     greedy = _greedy(q, advantages, kind)

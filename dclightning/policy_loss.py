@@ -38,7 +38,10 @@ class PolicyLoss(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Objective and cut side of each token; see the module's description."""
         constants = old_logprobs.detach(), rollout_logprobs.detach(), advantages.detach()
-        return self.objective(logprobs, *constants, lengths)
+        outputs = self.objective(logprobs, *constants, lengths)
+        if len(outputs) != 2 or any(output.shape != logprobs.shape for output in outputs):
+            raise ValueError(f"{type(self).__name__}.objective: must return two tensors with a number for each token")
+        return outputs
 
     @abstractmethod
     def objective(
@@ -172,7 +175,7 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def token_weights(
-    lengths: Tensor, keep: Tensor, tokens: Tensor, responses: Tensor, aggregation: Aggregation, norm_length: int = 8192
+    lengths: Tensor, keep: Tensor, tokens: Tensor, responses: Tensor, aggregation: Aggregation, norm_length: int = 1
 ) -> Tensor:
     """The weight of each token's objective, so that the loss of an optimizer step is ``-sum(weight * objective)``.
 

@@ -22,8 +22,8 @@ class ReferenceKL:
 
     def __post_init__(self) -> None:
         if not self.coefficient >= 0:
-            raise ValueError(f"coefficient={self.coefficient}: must not be negative")
-        check_choice("estimator", self.estimator, Estimator)
+            raise ValueError(f"reference_kl.coefficient={self.coefficient}: must not be negative")
+        check_choice("reference_kl.estimator", self.estimator, Estimator)
 
 
 def reference_kl(

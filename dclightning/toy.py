@@ -28,7 +28,7 @@ COLOURS: dict["DiscrepancyKind", str] = {"probability": "#0072b2", "ratio": "#e6
 
 def main(arguments: list[str]) -> None:
     """Print the optimal policies and draw them."""
-    parser = argparse.ArgumentParser(prog="dclightning toy", description=__doc__)
+    parser = argparse.ArgumentParser(prog="dclightning toy", description=__doc__, exit_on_error=False)
     parser.add_argument(
         "--q",
         nargs="+",
@@ -41,7 +41,10 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--epsilon", type=float, default=0.005, help="the budget: what E_q[δ²] may be at most")
     parser.add_argument("--out", type=Path, default=Path("toy.png"), help="the figure, a PNG file")
-    options = parser.parse_args([_shield(argument) for argument in arguments[1:]])
+    try:
+        options = parser.parse_args([_shield(argument) for argument in arguments[1:]])
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from error
     q, advantages = _check(options.q, options.advantages, options.epsilon, options.out)
 
     from dclightning.one_state import KINDS, optimal_policy, solve_numerically
@@ -49,7 +52,10 @@ def main(arguments: list[str]) -> None:
     optima = {kind: optimal_policy(q, advantages, options.epsilon, kind) for kind in KINDS}
     solved = {kind: solve_numerically(q, advantages, options.epsilon, kind) for kind in KINDS}
     print_table(q, advantages, options.epsilon, optima, solved)
-    draw(q, advantages, options.epsilon, optima).savefig(options.out, format="png")
+    try:
+        draw(q, advantages, options.epsilon, optima).savefig(options.out, format="png")
+    except OSError as error:
+        raise UserError(f"--out={str(options.out)!r}: cannot be written ({error.strerror})") from error
     print(f"\nfigure       {options.out}")
 
 
@@ -72,10 +78,10 @@ def _check(q: list[float], advantages: list[float], epsilon: float, out: Path) -
         raise UserError(f"--q={_show(q)}: the probabilities must sum to 1, not to {sum(q):.6g}")
     if len(advantages) != len(q):
         raise UserError(f"--advantages={_show(advantages)}: {len(q)} are needed, one for each of --q={_show(q)}")
-    if not all(map(math.isfinite, advantages)):
-        raise UserError(f"--advantages={_show(advantages)}: every advantage must be finite")
-    if not 1e-20 <= epsilon < math.inf:
-        raise UserError(f"--epsilon={epsilon:g}: the budget must be above 0 (at least 1e-20) and finite")
+    if not all(abs(value) <= 1e9 for value in advantages):
+        raise UserError(f"--advantages={_show(advantages)}: every advantage must be a number of at most 1e9")
+    if not 1e-12 <= epsilon < math.inf:
+        raise UserError(f"--epsilon={epsilon:g}: the budget must be above 0 (at least 1e-12) and finite")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out={str(out)!r}: the figure is a PNG file, so its name must end in .png")
     if not out.parent.is_dir():

@@ -50,11 +50,20 @@ def test_help_imports_nothing_heavy():
             ["fit", "--config", QUICKSTART, "--model.loss", "DPPO", "--model.corrections+=TokenTIS"],
             "TokenTIS weighs by",
         ),
-        (["fit", "--config", QUICKSTART, "--model.loss", "PPO"], "PPO"),
+        (["fit", "--config", QUICKSTART, "--model.loss", "PPO"], "model.loss='PPO': there is no such class"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.corrections", "PPO"],
+            "model.corrections='PPO': there is no",
+        ),
         (["fit", "--config", QUICKSTART, "--model.advantage", "best"], "advantage"),
-        (["fit", "--config", QUICKSTART, "--model.corrections+=TokenTIS", "--model.corrections.cap", "0"], "cap=0"),
+        (
+            ["fit", "--config", QUICKSTART, "--model.corrections+=TokenTIS", "--model.corrections.cap", "0"],
+            "TokenTIS.cap=0",
+        ),
         (["fit", "--config", QUICKSTART, "--data.group_size", "1"], "group_size=1: advantage='grpo' compares"),
-        (["fit", "--config", QUICKSTART, "--model.overlong.buffer", "99"], "overlong.buffer=99: must be at most"),
+        (["fit", "--config", QUICKSTART, "--model.overlong.buffer", "99"], "overlong.buffer=99.0: must be a share"),
+        (["fit", "--config", QUICKSTART, "--trainer.callbacks+=FixedPenalty"], "both set the penalty"),
+        (["fit", "--config", QUICKSTART, "--trainer.precision", "bf16-true"], "trainer.precision=bf16-true"),
         (["toy", "--epsilon", "0"], "--epsilon=0"),
         (["fit", "--config", QUICKSTART, "--model.model", "nowhere/at-all"], "model='nowhere/at-all': no such folder"),
         (["fit", "--config", QUICKSTART, "--data.problems", "nowhere.jsonl"], "problems='nowhere.jsonl'"),
@@ -124,9 +133,14 @@ def test_a_run_its_report_its_checkpoint_and_the_users_own_code(tmp_path):
     assert not (run.parent / "version_1").exists()  # continued in its own folder
     assert yaml.safe_load((run / "config.yaml").read_text())["ckpt_path"] is None
 
-    again = dclightning("fit", *config, "--ckpt_path", last, cwd=tmp_path)
+    other = ["--ckpt_path", last, "--model.loss", "GSPO"]
+    again = dclightning("fit", *config, *other, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "Nothing was left to train" in again.stdout
+    assert "continued with another model; its config so far is now config-1.yaml" in again.stderr
+    assert "PPOClip" in (run / "config-1.yaml").read_text()
+    assert "GSPO" in (run / "config.yaml").read_text()
+    assert f"From checkpoint {run.relative_to(tmp_path)}/checkpoints/step=4.ckpt" in again.stderr
 
 
 @pytest.mark.slow

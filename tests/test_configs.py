@@ -1,5 +1,6 @@
 """Every config that ships is parsed, and says what it claims."""
 
+import inspect
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 import yaml
 
 import dclightning
+from dclightning import callbacks
 from dclightning.cli import DCLightningCLI
 from dclightning.models import load_policy
 from tests.helpers import TINY, nearly_on_policy, random_rollout, train
@@ -101,14 +103,14 @@ METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").iterdir())
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_an_overlay_that_trains(method):
-    module, callbacks = build("quickstart.yaml", f"methods/{method}.yaml")
+    module, listed = build("quickstart.yaml", f"methods/{method}.yaml")
     rollouts = [
         nearly_on_policy(random_rollout([20, 40, 30, 64] * 2, group_size=4, seed=i, version=i)) for i in range(2)
     ]
     before = {name: p.clone() for name, p in load_policy(TINY).named_parameters()}
-    module, recorder = train(rollouts, callbacks, module=module)
+    module, recorder = train(rollouts, listed, module=module)
     assert any(not torch.equal(p, before[name]) for name, p in module.model.named_parameters())
-    priced = {type(c).__name__ for c in callbacks} & {"LagrangianCallback", "FixedPenalty"}
+    priced = {type(c).__name__ for c in listed} & {"LagrangianCallback", "FixedPenalty"}
     assert (recorder.metrics[0]["lagrangian/penalty_mean"] > 0) == bool(priced)
     assert bool(priced) == (method.startswith("dc-grpo") or method.endswith("dual-grpo"))
 
@@ -120,6 +122,42 @@ def test_another_loss_comes_with_its_own_defaults(name):
 
 
 def test_corrections_are_named_on_the_command_line():
-    options = ["--model.corrections+=TokenTIS", "--model.corrections+=Veto", "--model.corrections.threshold=0.01"]
+    options = ["--model.corrections+=TokenTIS", "--model.corrections+=Veto", "--model.corrections.min_ratio=0.01"]
     module, _ = build("quickstart.yaml", options=options)
     assert module.corrections == [dclightning.TokenTIS(), dclightning.Veto(0.01)]
+
+
+@pytest.mark.parametrize("slot", ["loss", "corrections", "penalties", "others"])
+def test_classes_that_take_each_others_place_have_no_option_in_common(slot):
+    # A config that puts one in the place of another would silently keep the values of such options.
+    classes = {
+        "loss": [dclightning.PPOClip, dclightning.GSPO, dclightning.CISPO, dclightning.DPPO],
+        "corrections": [getattr(dclightning, n) for n in dir(dclightning.corrections) if n in dclightning.__all__],
+        "penalties": [callbacks.LagrangianCallback, callbacks.FixedPenalty],
+        "others": [callbacks.TailPenalty, callbacks.AdaptiveBudget, callbacks.FixedPenalty],
+    }[slot]
+    options = [name for kind in classes for name in inspect.signature(kind).parameters]
+    assert len(options) == len(set(options))
+    assert len(classes) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "absent"),
+    [
+        (["--trainer.enable_checkpointing=false"], "RolloutCheckpoint"),
+        (["--trainer.enable_progress_bar=false"], "RolloutProgress"),
+        (["--trainer.callbacks+=RichProgressBar"], "RolloutProgress"),
+    ],
+)
+def test_the_callbacks_of_every_run_can_be_turned_off_or_replaced(options, absent):
+    def names(*options):
+        cli = ParseOnly("quickstart.yaml", options=["--trainer.logger=false", *options])
+        cli.config_init = cli.parser.instantiate_classes(cli.config)
+        cli.save_config_callback = None
+        return [type(callback).__name__ for callback in cli.instantiate_trainer().callbacks]
+
+    assert names().count("WeightSync") == 1
+    assert names()[0] == "WeightSync"  # callbacks that sample find the new weights
+    assert absent in names()
+    assert absent not in names(*options)
+    assert names("--trainer.callbacks+=dclightning.callbacks.WeightSync").count("WeightSync") == 1

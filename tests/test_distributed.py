@@ -56,7 +56,7 @@ callbacks, options = [multiplier], {}
 if method == "everything":
     callbacks += [AdaptiveBudget(warmup=1), TailPenalty(0.5)]
     options = {
-        "loss": GSPO(0.5, 0.5), "aggregation": "sequence", "advantage": "batch-std", "overlong": Overlong(True, 32),
+        "loss": GSPO(0.5, 0.5), "aggregation": "sequence", "advantage": "batch-std", "overlong": Overlong(True, 0.5),
         "corrections": [TokenTIS(), GeometricMask(0.01, 0.06), Veto(1e-4)],
         "reference_kl": ReferenceKL(0.1), "entropy_bonus": 0.1,
     }

@@ -13,9 +13,11 @@ from dclightning import (
     DPPO,
     GSPO,
     AdamW,
+    Correction,
     GeometricMask,
     GRPOModule,
     Overlong,
+    PolicyLoss,
     PPOClip,
     ReferenceKL,
     SequenceMIS,
@@ -70,7 +72,8 @@ def test_gradient_does_not_depend_on_micro_batches(tmp_path, method):
     options = {"model": path, "callbacks": [FixedPenalty(0.5)], **METHODS[method]}
     _, whole = train([rollout], **options)
     assert flat(whole).norm() > 0
-    assert (whole.metrics[0]["rollout_corr/kept_fraction"] < 1) == (method in ("masks", "sequence-mis"))
+    kept = whole.metrics[0].get("rollout_corr/kept_fraction", 1.0)
+    assert (kept < 1) == (method in ("masks", "sequence-mis"))
     for budget, most in ((1, 1), (45, 4), (60, 4)):
         lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
         assert max(map(len, micro_batches(lengths, budget))) == most
@@ -228,7 +231,7 @@ def test_everything_masked(caplog, reason):
     with caplog.at_level(logging.WARNING, "dclightning"):
         module, recorder = train([rollout], [callback], **options)
     assert "No token is left to train on: the optimizer step is skipped" in caplog.text
-    assert all(math.isfinite(value) for value in recorder.metrics[0].values())
+    assert recorder.metrics[0]["train/loss"] == recorder.metrics[0]["train/grad_norm"] == 0
     for a, b in zip(module.model.parameters(), load_policy(TINY).parameters(), strict=True):
         assert torch.equal(a, b)
     if reason == "truncated":  # nothing that counts was measured
@@ -248,7 +251,7 @@ def test_a_group_of_one_needs_another_baseline():
 
 def test_a_long_response_pays_and_the_logged_reward_does_not_change(tmp_path):
     rollout = random_rollout([10, 40, 10, 64], rewards=[1.0, 1.0, 1.0, 1.0])
-    _, recorder = train([rollout], overlong=Overlong(buffer=32))
+    _, recorder = train([rollout], overlong=Overlong(buffer=0.5))
     metrics = recorder.metrics[0]
     assert metrics["train/reward"] == 1
     assert metrics["train/length_penalty"] == pytest.approx((0.25 + 1) / 4)
@@ -296,13 +299,19 @@ def test_only_the_tail_pays(tmp_path):
     assert (delta > bound).sum() == 4
     want = delta.where(delta > bound, 0.0).mean() * 0.5
     assert recorder.metrics[0]["lagrangian/penalty_mean"] == pytest.approx(want.item(), rel=1e-5)
+    cut = truncated(random_rollout([3, 9, 1, 6], rewards=[1.0] * 4), 1)  # its tokens are no part of the tail
+    _, recorder = train([cut], [FixedPenalty(0.5), TailPenalty(0.75)], model=path, overlong=Overlong(mask=True))
+    delta = recorder.outputs[0]["delta"]
+    assert len(delta) == 10
+    want = delta.sort().values[-2:].sum() / 10 * 0.5
+    assert recorder.metrics[0]["lagrangian/penalty_mean"] == pytest.approx(want.item(), rel=1e-5)
     with pytest.raises(UserError, match="TailPenalty needs LagrangianCallback or FixedPenalty before it"):
         train([rollout], [TailPenalty(), FixedPenalty(0.5)], model=path)
 
 
 def test_the_budget_follows_what_was_measured():
     rollouts = [random_rollout([3, 9, 1, 6], seed=i, version=i) for i in range(6)]
-    budget = AdaptiveBudget(quantile=0.5, slack=0.1, window=3, warmup=2)
+    budget = AdaptiveBudget(floor_quantile=0.5, slack=0.1, window=3, warmup=2)
     multiplier = LagrangianCallback(initial=0.5, lr=1.0, budget=0.9)
     used = []
 
@@ -314,10 +323,16 @@ def test_the_budget_follows_what_was_measured():
     expected, means = 0.5, [mean for _, mean in used]
     for step, (c, mean) in enumerate(used):
         latest = sorted(means[max(0, step - 3) : step])
-        want = 0.9 if step < 2 else 1.1 * (latest[1] if len(latest) == 3 else sum(latest) / 2)
+        want = 0.9
+        if step >= 2:  # the first budget that was measured is the highest
+            want = 1.1 * min(latest[1] if len(latest) == 3 else sum(latest) / 2, sum(means[:2]) / 2)
         assert c == pytest.approx(want)
         assert multiplier.history[step] == pytest.approx(expected)
         expected = min(max(expected + mean - c, 0.0), 1.0)
+    again = AdaptiveBudget()
+    again.load_state_dict({"measured": [0.9], "ceiling": 1.0})
+    again.load_state_dict(budget.state_dict())
+    assert again.state_dict() == budget.state_dict()
     with pytest.raises(UserError, match="AdaptiveBudget needs a LagrangianCallback"):
         train(rollouts[:1], [AdaptiveBudget()])
 
@@ -329,10 +344,14 @@ def test_the_budget_follows_what_was_measured():
         ({"corrections": [Veto(), TokenTIS()], "loss": DPPO()}, "TokenTIS weighs by a ratio that the loss has"),
         ({"entropy_bonus": -1.0}, "entropy_bonus=-1.0"),
         ({"norm_length": 0}, "norm_length=0"),
+        ({"loss": "GSPO"}, "loss='GSPO': must be a PolicyLoss"),
+        ({"corrections": "TokenTIS"}, "corrections='T': must be a Correction"),
+        ({"overlong": {"mask": True}}, "overlong={'mask': True}: must be a Overlong"),
+        ({"aggregation": "tokens"}, "aggregation='tokens': must be one of token, sequence"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         GRPOModule(TINY, **options)
 
 
@@ -378,8 +397,31 @@ def test_the_logged_learning_rate_is_the_one_used():
     assert module.lr_schedulers().get_last_lr() == [0.0]
 
 
+def test_what_has_no_value_in_a_step_is_not_logged_again():
+    rollouts = [random_rollout([3, 5, 2, 2]), random_rollout([3, 5, 2, 2], rewards=[math.nan] * 4, version=1)]
+    _, recorder = train(rollouts)
+    assert math.isnan(recorder.metrics[0]["train/reward"])
+    assert math.isnan(recorder.metrics[0]["train/approx_kl"])
+    assert recorder.metrics[0]["train/unscored_fraction"] == 1
+
+
+def test_a_loss_of_ones_own_is_checked():
+    class Mean(PolicyLoss):
+        def objective(self, logprobs, old_logprobs, rollout_logprobs, advantages, lengths):
+            return (logprobs * advantages).mean(), torch.zeros_like(logprobs)
+
+    class Cut(Correction):
+        def __call__(self, log_ratio, lengths):
+            return torch.ones_like(lengths), torch.ones_like(lengths, dtype=torch.bool)
+
+    with pytest.raises(ValueError, match=r"Mean.objective: must return two tensors with a number for each token"):
+        train([random_rollout([3, 5])], loss=Mean())
+    with pytest.raises(ValueError, match="Cut: must return two tensors with a number for each token"):
+        train([random_rollout([3, 5])], corrections=[Cut()])
+
+
 def test_only_one_callback_sets_the_penalty_and_it_does_not_outlive_the_run():
-    with pytest.raises(UserError, match="LagrangianCallback is not the only one"):
+    with pytest.raises(UserError, match="FixedPenalty and LagrangianCallback both set the penalty"):
         train([random_rollout([3, 5])], [FixedPenalty(0.5), LagrangianCallback()])
     module, _ = train([random_rollout([3, 5])], [FixedPenalty(0.5)])
     _, recorder = train([random_rollout([3, 5])], module=module)

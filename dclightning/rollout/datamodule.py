@@ -35,8 +35,8 @@ class RolloutDataModule(L.LightningDataModule):
         reward: Scores them: an object such as ``MathReward()``, or a plain function of problems and completions.
         prompts_per_step: Problems in a rollout, over all ranks.
         group_size: Responses to each of them.
-        dynamic_sampling: How often to try another problem where all responses to one got the same reward, which leaves
-            nothing to compare; 0 keeps such groups. If groups are left after the last try, the run stops.
+        dynamic_sampling: How often to try another problem where all responses to one got the same reward, so that no
+            sibling is better than another; 0 keeps such groups. If some are left after the last try, the run stops.
         sampling: How training responses are drawn. Truncated support (top_p, top_k, min_p) and temperature 0 are
             refused, because the trainer could not compute the sampled tokens' true probabilities.
         validation_problems: For each benchmark's name, its problems.
@@ -140,8 +140,6 @@ class RolloutDataModule(L.LightningDataModule):
                 check_group_size(self.group_size, trainer.lightning_module.advantage)
             except ValueError as error:
                 raise UserError(str(error)) from error
-            if (buffer := trainer.lightning_module.overlong.buffer) > self.sampling.max_tokens:
-                raise UserError(f"overlong.buffer={buffer}: must be at most max_tokens={self.sampling.max_tokens}")
             longest = max(longest, self._longest(self.training_problems, self.sampling))
         elif not self.benchmarks:
             raise UserError("validation_problems is empty: name at least one benchmark and its problems")
@@ -183,8 +181,8 @@ class RolloutDataModule(L.LightningDataModule):
         seed = derive_seed(self.seed, "rollout", self.step, self._rank)
         rollout = self.draw(problems, self.sampling, self.group_size, seed)
         if self.dynamic_sampling:
-            others = [problem for problem in order if problem not in set(chosen)]
-            rollout = self._redraw(rollout, others or order)
+            others = order[: index * self.prompts_per_step] + order[(index + 1) * self.prompts_per_step :]
+            rollout = self._redraw(rollout, others if len(others) >= self.prompts_per_step else order)
         self.step += 1
         return rollout
 
@@ -197,14 +195,15 @@ class RolloutDataModule(L.LightningDataModule):
             if not alike or attempt == self.dynamic_sampling:
                 break
             seed = derive_seed(self.seed, "redraw", self.step, attempt, self._rank)
-            picks = random.Random(seed).choices(others, k=len(alike))
+            picks = random.Random(seed).sample(others, k=len(alike))
             fresh = self.draw([self.training_problems[i] for i in picks], self.sampling, size, seed)
             groups = list(range(len(differ)))
             for n, group in enumerate(alike):
                 groups[group] = len(differ) + n
             rollout = (rollout + fresh).select([group * size + i for group in groups for i in range(size)])
             rollout.discarded_groups += len(alike)
-        left = int(data_parallel_reduce(self.trainer.strategy, torch.tensor(len(alike))))  # type: ignore[union-attr]
+        strategy: Any = self.trainer.strategy  # type: ignore[union-attr]
+        left = int(data_parallel_reduce(strategy, torch.tensor(len(alike), device=strategy.root_device)))
         if left:
             raise RunStoppedError(
                 f"dynamic_sampling={self.dynamic_sampling}: after so many tries {left} of {self.prompts_per_step} "

@@ -168,8 +168,8 @@ def _completion(output: Any, sample: str) -> Completion:
     if len(logprobs) != len(token_ids):
         raise RuntimeError(f"sample {sample}: vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
     for position, logprob in enumerate(logprobs):
-        if math.isnan(logprob) or logprob > 1e-4:
-            raise RuntimeError(f"sample {sample}: log-prob of token {position} is {logprob}; must be at most 0")
+        if not -math.inf < logprob <= 1e-4:
+            raise RuntimeError(f"sample {sample}: log-prob of token {position} is {logprob}; must be finite, at most 0")
     return Completion(token_ids, logprobs, "length" if output.finish_reason == "length" else "stop")
 
 
