@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from jsonargparse import ArgumentError
 
 import dclightning
 from dclightning import callbacks
-from dclightning.cli import DCLightningCLI
+from dclightning.cli import DCLightningCLI, _one_line
 from dclightning.models import load_policy
 from tests.helpers import TINY, nearly_on_policy, random_rollout, train
 
@@ -161,3 +162,25 @@ def test_the_callbacks_of_every_run_can_be_turned_off_or_replaced(options, absen
     assert absent in names()
     assert absent not in names(*options)
     assert names("--trainer.callbacks+=dclightning.callbacks.WeightSync").count("WeightSync") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.corrections+=TokenTIS", "--model.corrections+=SequenceTIS"], "TokenTIS and SequenceTIS both weigh"),
+        (["--model.loss=DPPO", "--model.corrections+=TokenTIS"], "TokenTIS weighs by a ratio that the loss has"),
+        (["--model.loss=PPO"], "model.loss='PPO': there is no such class"),
+        (["--model.corrections=PPO"], "model.corrections='PPO': there is no such class"),
+        (["--data.engine=nope.Engine"], "data.engine='nope.Engine': Problem with given class_path"),
+        (["--model.advantage=best"], "model.advantage"),
+        (["--model.corrections+=TokenTIS", "--model.corrections.cap=0"], "TokenTIS.cap=0"),
+        (["--model.corrections+=TokenTIS", "--model.corrections.max=1"], "'max' is not accepted"),
+        (["--model.overlong.buffer=99"], "overlong.buffer=99.0: must be a share of max_tokens"),
+        (["--model.reference_kl.coefficient=-1"], "reference_kl.coefficient=-1.0"),
+    ],
+)
+def test_options_that_cannot_be_are_named_in_one_line(options, message):
+    with pytest.raises((ArgumentError, ValueError)) as error:
+        build("quickstart.yaml", options=options)
+    assert message in _one_line(error.value)
+    assert len(_one_line(error.value)) < 250
