@@ -131,7 +131,14 @@ def test_a_run_its_report_its_checkpoint_and_the_users_own_code(tmp_path):
 def test_a_stopped_run_leaves_nothing_behind(tmp_path, number):
     command = [sys.executable, "-m", "dclightning", "fit", *SHORT]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DCLIGHTNING_TEST": str(tmp_path)}
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
+    )
     for line in process.stderr:
         if "rollout 1/" in line:
             break
