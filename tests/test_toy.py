@@ -221,7 +221,7 @@ def test_negative_numbers_are_not_taken_for_options(tmp_path, capsys):
         ("--q nan .5 --advantages 1 2", r"--q=nan 0.5: every probability must be above 0"),
         ("--q .5 .50001 --advantages 1 2", r"--q=0.5 0.50001: the probabilities must sum to 1, not to 1.00001"),
         ("--q .5 .5", r"--advantages=-0.8 0.8 -1 1 -1 1.2: 2 are needed, one for each of --q=0.5 0.5"),
-        ("--advantages 1 -inf 1 1 1 1", r"--advantages=1 -inf 1 1 1 1: every advantage must be a number of at most 1e9"),
+        ("--advantages 1 -inf 1 1 1 1", r"--advantages=1 -inf 1 1 1 1: every advantage must be a number"),
         ("--epsilon 0", r"--epsilon=0: the budget must be"),
         ("--epsilon -.1", r"--epsilon=-0.1: the budget must be"),
         ("--epsilon inf", r"--epsilon=inf: the budget must be"),
