@@ -1,5 +1,6 @@
 """The benchmarks run; what they measure is not asserted."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,3 +17,13 @@ def test_update_cost_compares_both_methods():
     assert done.returncode == 0, done.stderr
     for text in ("TIS ", "DC-GRPO", "TIS again", "% of a step"):
         assert text in done.stdout
+
+
+def test_math_verdicts_lists_what_is_wrong(tmp_path):
+    rows = [{"id": "a", "problem": "", "answer": r"\frac{1}{2}"}, {"id": "b", "problem": "", "answer": "0.5"}]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "benchmarks/math_verdicts.py", "--data", str(tmp_path), "--pairs", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "2 of      2 equal to their own boxed form" in done.stdout
+    assert "equal: '" in done.stdout

@@ -4,28 +4,7 @@ import pytest
 
 from dclightning import Completion, MathReward
 from dclightning.data.problems import Problem
-from dclightning.rewards.math import last_boxed
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        (r"so \boxed{42}", "42"),
-        (r"\boxed{1} no, \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{7} and then \boxed{8", "7"),
-        ("42", None),
-        ("", None),
-        (r"\boxed{", None),
-        (r"\boxed{}", ""),
-        (r"\boxed{a \boxed{b} c", "b"),
-        (r"} \boxed{1 { } and \boxed{2}", "2"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{" * 200_000, None),
-    ],
-)
-def test_the_last_complete_box_counts(response, answer):
-    assert last_boxed(response) == answer
+from dclightning.rewards import math as math_reward
 
 
 @pytest.mark.parametrize(
@@ -45,18 +24,38 @@ def test_the_last_complete_box_counts(response, answer):
     ],
 )
 def test_verdicts(gold, boxed, right):
-    assert MathReward().correct(gold, f"The answer is $\\boxed{{{boxed}}}$.") is right
+    assert MathReward().verdict(gold, f"The answer is $\\boxed{{{boxed}}}$.").equal is right
 
 
 def test_a_thread_gives_the_same_verdict():
     verdicts = []
-    thread = threading.Thread(target=lambda: verdicts.append(MathReward().correct(r"\frac{1}{3}", r"\boxed{2/6}")))
+    thread = threading.Thread(target=lambda: verdicts.append(MathReward().verdict(r"\frac{1}{3}", r"\boxed{2/6}")))
     thread.start()
     thread.join()
-    assert verdicts == [MathReward().correct(r"\frac{1}{3}", r"\boxed{2/6}")] == [True]
+    assert verdicts == [MathReward().verdict(r"\frac{1}{3}", r"\boxed{2/6}")]
+    assert verdicts[0].equal
 
 
 def test_it_scores_a_batch():
     problems = [Problem("a", "1+1?", "2"), Problem("b", "1+2?", "3")]
     completions = [Completion([1], [0.0], "stop", r"\boxed{2}"), Completion([1], [0.0], "length", "3")]
     assert MathReward()(problems, completions) == [1.0, 0.0]
+
+
+def test_an_unboxed_number_counts_where_it_is_allowed():
+    assert not MathReward().verdict("42", "It is 42.").equal
+    assert MathReward().verdict("42", "It is 42.").reason == "no answer"
+    assert MathReward(unboxed_number=True).verdict("42", "It is 42.").equal
+    assert not MathReward(unboxed_number=True).verdict("42", r"42, no, \boxed{41}").equal  # a box comes first
+
+
+def test_a_verdict_ends_in_time(monkeypatch):
+    def endless(gold, answer, conventions):
+        while True:
+            pass
+
+    monkeypatch.setattr(math_reward, "judge", endless)
+    verdict = MathReward(time_limit=0.05).verdict("1", r"\boxed{2}")
+    assert (verdict.equal, verdict.reason) == (False, "took too long")
+    monkeypatch.undo()
+    assert MathReward(time_limit=0.05).verdict("1", r"\boxed{1}").equal
