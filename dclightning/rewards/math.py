@@ -11,7 +11,7 @@ from dclightning.rewards.equality import Conventions, Verdict, judge
 from dclightning.rollout.types import Completion
 
 
-class _OutOfTime(BaseException):  # noqa: N818
+class _OutOfTime(BaseException):
     """Not an Exception, which libraries catch."""
 
 
