@@ -1,18 +1,17 @@
 """Dual-GRPO: discrepancy has a price that never moves."""
 
-from typing import Any, Literal
+from typing import Literal
 
-import lightning as L
 import torch
 from torch import Tensor
 
-from dclightning.callbacks.lagrangian import check_only_penalty
-from dclightning.errors import UserError, check_choice
+from dclightning.callbacks.penalty import Penalty
+from dclightning.errors import check_choice
 
 Form = Literal["hinge", "gate"]
 
 
-class FixedPenalty(L.Callback):
+class FixedPenalty(Penalty):
     r"""Charges each token a fixed multiple of its discrepancy.
 
     Args:
@@ -31,16 +30,6 @@ class FixedPenalty(L.Callback):
         self.multiplier = multiplier
         self.threshold = threshold
         self.form = form
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse another penalty beside this one, before anything is computed."""
-        check_only_penalty(trainer, self)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Charge every step."""
-        if pl_module.penalty is not None:
-            raise UserError(f"callbacks: {type(self).__name__} is not the only one that sets the penalty")
-        pl_module.penalty = self.penalty
 
     def penalty(self, delta: Tensor) -> Tensor:
         """What tokens of these discrepancies are charged, (R,)."""

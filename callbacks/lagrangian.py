@@ -7,8 +7,9 @@ from typing import Any, Literal
 import lightning as L
 from torch import Tensor
 
+from dclightning.callbacks.penalty import Penalty
 from dclightning.discrepancy import sequence_mean, token_mean
-from dclightning.errors import UserError, check_choice
+from dclightning.errors import check_choice
 from dclightning.lagrangian import dual_ascent
 
 MeanKind = Literal["sequence", "token"]
@@ -16,7 +17,7 @@ MeanKind = Literal["sequence", "token"]
 log = logging.getLogger(__name__)
 
 
-class LagrangianCallback(L.Callback):
+class LagrangianCallback(Penalty):
     r"""Charges each token :math:`\lambda \delta_t` and moves :math:`\lambda` by dual ascent once per training step.
 
     The multiplier used in a step is the one before that step's update, and it is the same on every rank.
@@ -58,16 +59,6 @@ class LagrangianCallback(L.Callback):
         self.history: list[float] = []
         """The multiplier that each step so far was computed with."""
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse another penalty beside this one, before anything is computed."""
-        check_only_penalty(trainer, self)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Charge the first step."""
-        if pl_module.penalty is not None:
-            raise UserError(f"callbacks: {type(self).__name__} is not the only one that sets the penalty")
-        pl_module.penalty = self.penalty
-
     def penalty(self, delta: Tensor) -> Tensor:
         """What tokens of these discrepancies are charged, (R,)."""
         return self.multiplier * delta
@@ -100,10 +91,3 @@ class LagrangianCallback(L.Callback):
         """Continue from a checkpoint."""
         self.multiplier = state_dict["multiplier"]
         self.history = list(state_dict["history"])
-
-
-def check_only_penalty(trainer: Any, callback: L.Callback) -> None:
-    """Refuse a penalty beside another: what tokens are charged would be a matter of their order."""
-    for other in trainer.callbacks:
-        if other is not callback and hasattr(other, "penalty"):
-            raise UserError(f"callbacks: {type(callback).__name__} and {type(other).__name__} both set the penalty")

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dclightning.errors import check_choice
+from dclightning.errors import UserError, check_choice
 
 AdvantageKind = Literal["grpo", "no-std", "leave-one-out", "rloo", "batch-std", "batch"]
 
@@ -67,9 +67,9 @@ def check_group_size(group_size: int, kind: AdvantageKind) -> None:
     """Refuse an unknown kind, and groups of one where siblings are the baseline; raises ValueError."""
     check_choice("advantage", kind, AdvantageKind)
     if group_size < 1:
-        raise ValueError(f"group_size={group_size}: must be at least 1")
+        raise UserError(f"group_size={group_size}: must be at least 1")
     if group_size == 1 and kind != "batch":
-        raise ValueError(
+        raise UserError(
             f"group_size={group_size}: advantage={kind!r} compares a response with its siblings, so it needs at least "
             "2; advantage='batch' compares it with the whole batch"
         )

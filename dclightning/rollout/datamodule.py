@@ -136,10 +136,7 @@ class RolloutDataModule(L.LightningDataModule):
                 raise UserError(
                     f"mini_batches={mini_batches}: must divide the prompts of a rollout on each rank, {prompts}"
                 )
-            try:
-                check_group_size(self.group_size, trainer.lightning_module.advantage)
-            except ValueError as error:
-                raise UserError(str(error)) from error
+            check_group_size(self.group_size, trainer.lightning_module.advantage)
             longest = max(longest, self._longest(self.training_problems, self.sampling))
         elif not self.benchmarks:
             raise UserError("validation_problems is empty: name at least one benchmark and its problems")
