@@ -186,7 +186,7 @@ class GRPOModule(L.LightningModule):
         replicas, group = data_parallel_group(self.trainer.strategy)
         options = {"process_group": group, "sync_on_compute": replicas > 1}
         self.means = Means(*MEANS, **options).to(self.device)
-        self.of_discrepancy = Discrepancy(**options).to(self.device)
+        self.of_discrepancy = Discrepancy(sync_on_compute=False).to(self.device)  # sees the tokens of all ranks
         self.of_mismatch = Mismatch(**options).to(self.device)
         self.of_weights = ImportanceWeights(**options).to(self.device)
         self._logged: list[str] = []
@@ -253,14 +253,11 @@ class GRPOModule(L.LightningModule):
         if self.corrections:
             self.means.update({"discrepancy/kept_mean": delta[given.keep]})
             self.of_weights.update(weights[tokens], keep[tokens])
-        self.of_discrepancy.update(delta[tokens], lengths[valid])
+        everywhere = {"delta": self._gather(delta[tokens]), "response_lengths": self._gather(lengths[valid])}
+        self.of_discrepancy.update(*everywhere.values())
         self.of_mismatch.update(old_logprobs[tokens], rollout.rollout_logprobs[tokens])
         self._log_metrics()
-        return {
-            "delta": self._gather(delta[tokens]),
-            "response_lengths": self._gather(lengths[valid]),
-            "ratio": ratio[tokens],
-        }
+        return {**everywhere, "ratio": ratio[tokens]}
 
     def _advantages(self, rollout: Rollout) -> Tensor:
         """One for each response, (B,), from its reward less the penalty for its length."""
