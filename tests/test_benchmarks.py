@@ -27,3 +27,20 @@ def test_math_verdicts_lists_what_is_wrong(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "2 of      2 equal to their own boxed form" in done.stdout
     assert "equal: '" in done.stdout
+
+
+def test_hostile_responses_are_survived():
+    command = [
+        sys.executable,
+        "benchmarks/hostile_responses.py",
+        "--count",
+        "72",
+        "--endless",
+        "2",
+        "--time-limit",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for text in ("72 hostile responses", "0 called right", "of 100 right responses after them 100", "2 of them killed"):
+        assert text in done.stdout

@@ -71,6 +71,17 @@ def judge(gold: str, answer: str, conventions: Conventions = Conventions()) -> V
         answer: What is to be judged, in the same form: what stands in a box, and not a whole response.
         conventions: What counts as equal.
     """
+    plain = judge_plain(gold, answer)
+    if plain is not None:
+        return plain
+    try:
+        return _judge(clean(gold), clean(answer), conventions, 0)
+    except Exception as error:  # a fault in here must not end a training
+        return _different(f"raised {type(error).__name__}")
+
+
+def judge_plain(gold: str, answer: str) -> Verdict | None:
+    """The verdict where nothing has to be read, which takes no time: on whole numbers, and on what is too long."""
     one, other = _INTEGER.fullmatch(gold.strip()), _INTEGER.fullmatch(answer.strip())
     if one and other:  # as text, so that a million digits do no harm
         negative = [number[1] == "-" and number[2] != "0" for number in (one, other)]
@@ -78,12 +89,7 @@ def judge(gold: str, answer: str, conventions: Conventions = Conventions()) -> V
         return Verdict(same, "same integer" if same else "different integers")
     if len(gold) + len(answer) > _LONGEST:
         return _same("same text") if gold == answer else _different("too long to compare")
-    try:
-        return _judge(clean(gold), clean(answer), conventions, 0)
-    except TimeoutError:  # of an alarm that the caller set
-        raise
-    except Exception as error:  # a fault in here must not end a training
-        return _different(f"raised {type(error).__name__}")
+    return None
 
 
 def _same(reason: str) -> Verdict:

@@ -1,72 +1,85 @@
 """Is the answer of a response mathematically equal to the gold one?"""
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dclightning.data.problems import Problem
 from dclightning.rewards.answers import last_boxed, last_number
-from dclightning.rewards.equality import Conventions, Verdict, judge
-from dclightning.rollout.types import Completion
+from dclightning.rewards.equality import Conventions, Verdict, judge, judge_plain
+from dclightning.rewards.workers import Workers
 
-
-class _OutOfTime(BaseException):
-    """Not an Exception, which libraries catch."""
+if TYPE_CHECKING:
+    from dclightning.rollout.types import Completion  # imports torch, which no verdict needs
 
 
 class MathReward:
     r"""1.0 if the answer of a response equals the gold answer, else 0.0.
 
-    The answer is what stands in the last complete ``\boxed{}``.
+    The answer is what stands in the last complete ``\boxed{}``. Whatever takes work to compare is compared in worker
+    processes, which start when they are first needed; the verdict is the same from every thread and process. A response
+    whose comparison takes too long or fails is wrong, so that no policy learns to escape its verdict.
 
     Args:
         conventions: What counts as equal where the choice is open.
         unboxed_number: Whether the last number counts where nothing is boxed, for models that do not box.
-        time_limit: Seconds that a verdict may take. It holds in the main thread only.
+        time_limit: Seconds that a comparison may take.
+        workers: Processes that compare.
+
+    Attributes:
+        timeouts: Comparisons so far that took too long.
+        errors: Comparisons so far that failed; the verdict's reason says how.
     """
 
     def __init__(
-        self, conventions: Conventions = Conventions(), unboxed_number: bool = False, time_limit: float = 5.0
+        self,
+        conventions: Conventions = Conventions(),
+        unboxed_number: bool = False,
+        time_limit: float = 5.0,
+        workers: int = 2,
     ) -> None:
-        if not time_limit > 0:
-            raise ValueError(f"time_limit={time_limit}: must be positive")
         self.conventions = conventions
         self.unboxed_number = unboxed_number
-        self.time_limit = time_limit
+        self.timeouts = 0
+        self.errors = 0
+        self._workers = Workers(workers, time_limit)
 
-    def __call__(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+    def __call__(self, problems: Sequence[Problem], completions: Sequence["Completion"]) -> list[float | None]:
         """One verdict for each completion."""
-        return [float(self.verdict(p.answer, c.text).equal) for p, c in zip(problems, completions, strict=True)]
+        verdicts = self.verdicts([problem.answer for problem in problems], [c.text for c in completions])
+        return [float(verdict.equal) for verdict in verdicts]
 
     def verdict(self, gold: str, response: str) -> Verdict:
-        """Whether the response's answer is the gold answer, and why."""
+        """Whether a response's answer is the gold answer, and why."""
+        return self.verdicts([gold], [response])[0]
+
+    def verdicts(self, golds: Sequence[str], responses: Sequence[str]) -> list[Verdict]:
+        """The same for many at once."""
+        answers = [self.answer(response) for response in responses]
+        verdicts = [_at_once(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+        left = [i for i, verdict in enumerate(verdicts) if verdict is None]
+        found = self._workers.map(judge, [(golds[i], answers[i], self.conventions) for i in left]) if left else []
+        for i, result in zip(left, found, strict=True):
+            verdicts[i] = self._counted(result)
+        return verdicts  # type: ignore[return-value]
+
+    def answer(self, response: str) -> str | None:
+        """The answer that a response gives; None if it gives none."""
         answer = last_boxed(response)
-        if answer is None and self.unboxed_number:
-            answer = last_number(response)
-        if answer is None:
-            return Verdict(False, "no answer")
-        with _alarm(self.time_limit):
-            return judge(gold, answer, self.conventions)
-        return Verdict(False, "took too long")
+        return last_number(response) if answer is None and self.unboxed_number else answer
+
+    def close(self) -> None:
+        """End the worker processes; the next verdict that needs some starts new ones."""
+        self._workers.close()
+
+    def _counted(self, result: Verdict | Exception) -> Verdict:
+        if isinstance(result, TimeoutError):
+            self.timeouts += 1
+            return Verdict(False, f"took more than {self._workers.time_limit:g} s")
+        if isinstance(result, Exception):
+            result = Verdict(False, f"raised {type(result).__name__}")
+        self.errors += result.reason.startswith("raised ")
+        return result
 
 
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """End what takes too long; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise _OutOfTime
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    except _OutOfTime:
-        pass
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def _at_once(gold: str, answer: str | None) -> Verdict | None:
+    return Verdict(False, "no answer") if answer is None else judge_plain(gold, answer)
