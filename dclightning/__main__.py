@@ -1,6 +1,7 @@
 """The ``dclightning`` command: finds the module that a subcommand lives in. Help costs no heavy import."""
 
 import os
+import signal
 import sys
 from importlib import import_module
 
@@ -8,6 +9,7 @@ COMMANDS = {
     "fit": ("dclightning.cli", "train a policy"),
     "validate": ("dclightning.cli", "evaluate the deployed policy on the validation problems"),
     "test": ("dclightning.cli", "the same, under the test names"),
+    "score": ("dclightning.score", "judge the answers of responses in a file"),
     "toy": ("dclightning.toy", "show what the three discrepancies do to a policy of a few actions"),
     "report": ("dclightning.report", "print what a run has achieved"),
 }
@@ -42,6 +44,8 @@ def main() -> None:
         import_module(COMMANDS[arguments[0]][0]).main(arguments)
     except UserError as error:
         sys.exit(_complain(f"{arguments[0]}: {error}"))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _complain(message: str) -> int:
