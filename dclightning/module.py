@@ -450,6 +450,16 @@ class GRPOModule(L.LightningModule):
         largest = torch.cat([penalty[tokens], penalty.new_zeros(1)]).max()
         self.log("lagrangian/penalty_max", data_parallel_reduce(self.trainer.strategy, largest, dist.ReduceOp.MAX))
         self._tokens = self._sum(torch.stack([rollout.response_lengths.sum(), rollout.prompt_lengths.sum()]))
+        self._log_rewards(rollout)
+
+    def _log_rewards(self, rollout: Rollout) -> None:
+        parts = list(rollout.reward_parts.values())
+        sums = [part.nansum() for part in parts] + [(~part.isnan()).sum() for part in parts]
+        counters = [torch.tensor(float(count)) for count in (rollout.reward_timeouts, rollout.reward_errors)]
+        totals = self._sum(torch.stack([*(value.double().cpu() for value in sums), *counters]))
+        for i, name in enumerate(rollout.reward_parts):
+            self.log(f"reward/{name}", (totals[i] / totals[len(parts) + i]).float())
+        self.log_dict({"reward/timeouts": totals[-2].float(), "reward/errors": totals[-1].float()})
 
     def _log_metrics(self) -> None:
         # Of what has no value now, Lightning would log the last one again.

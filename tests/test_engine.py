@@ -98,6 +98,28 @@ def test_a_seed_decides_every_token(fp32_engine):
     assert len({tuple(ids) for ids in first[:4]}) > 1  # the responses to one prompt differ
 
 
+def test_groups_are_told_as_they_finish_and_are_those_of_vllms_own_loop(fp32_engine):
+    from vllm import SamplingParams
+
+    sampling, told = Sampling(max_tokens=30, temperature=1.5), []
+
+    def finished(place, group):
+        told.append((place, group, fp32_engine._llm.llm_engine.has_unfinished_requests()))
+
+    completions = fp32_engine.generate(PROMPTS, sampling, 2, 5, finished)
+    assert sorted(place for place, _, _ in told) == [0, 1, 2]
+    for place, group, _ in told:
+        assert group == completions[2 * place : 2 * place + 2]
+    longest = [max(len(c.token_ids) for c in group) for _, group, _ in told]
+    assert longest == sorted(longest)
+    assert [unfinished for _, _, unfinished in told] == [length < longest[-1] for length in longest]
+
+    torch.manual_seed(5)
+    options = SamplingParams(n=2, max_tokens=30, temperature=1.5, logprobs=0, detokenize=False)
+    theirs = fp32_engine._llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], options, use_tqdm=False)
+    assert [c.token_ids for c in completions] == [list(o.token_ids) for request in theirs for o in request.outputs]
+
+
 def test_sampling_leaves_the_callers_random_state_alone(fp32_engine):
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from dataclasses import replace
 
 import lightning as L
@@ -9,11 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from dclightning import AdamW, GRPOModule, Overlong, RolloutDataModule, Sampling, VLLMEngine
+from dclightning import AdamW, GRPOModule, MathReward, Overlong, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import FixedPenalty, Histograms, LagrangianCallback, RolloutCheckpoint, WeightSync
 from dclightning.data.problems import load_problems
-from dclightning.errors import UserError
+from dclightning.errors import RunStoppedError, UserError
 from dclightning.report import read_scalars
+from dclightning.rewards.format import one_box
 from tests.helpers import TINY
 
 pytestmark = pytest.mark.slow
@@ -60,6 +63,7 @@ def fit(
     validate=False,
     module_options=None,
     problems="dclightning/arithmetic-train",
+    engine=None,
     **data,
 ):
     trace = trace or Trace()
@@ -72,7 +76,7 @@ def fit(
     )
     datamodule = RolloutDataModule(
         problems,
-        VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625),
+        engine or VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625),
         **({"reward": reward} if reward else {}),
         **{"prompts_per_step": 4, "group_size": 4, "sampling": Sampling(max_tokens=40), **data},
         validation_problems={"arithmetic": "dclightning/arithmetic-test"} if validate else None,
@@ -335,24 +339,90 @@ def test_a_plain_function_is_a_reward_and_may_give_other_number_types(tmp_path):
     assert all(c.text and "<|" not in c.text for c in seen if c.finish_reason == "stop")
 
 
-def test_a_reward_of_the_wrong_length_is_named(tmp_path):
-    def too_short(problems, completions):
-        return [0.0]
+def test_several_rewards_are_added_and_logged_by_name(tmp_path):
+    async def shortness(problems, completions):
+        return [-len(c.token_ids) / 100 for c in completions]
 
-    with pytest.raises(UserError, match="too_short: returned 1 rewards for 16 completions"):
-        fit(tmp_path, rollouts=1, reward=too_short)
+    reward = [MathReward(), one_box, shortness]
+    batches = []
 
-    def words(problems, completions):
-        return ["good"] * len(completions)
+    class Keep(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            batches.append(batch)
 
-    with pytest.raises(UserError, match="words: rewards must be numbers or None"):
-        fit(tmp_path, rollouts=1, reward=words)
+    fit(tmp_path, [Keep()], rollouts=2, reward=reward, reward_weights=[1.0, 0.5, 2.0], validate=True)
+    scalars = read_scalars(tmp_path / "run")
+    for step, batch in enumerate(batches):
+        logged = {
+            name: dict(enumerate(v for _, v in values))[step] for name, values in scalars.items() if "val/" not in name
+        }
+        parts = batch.reward_parts
+        assert set(parts) == {"MathReward", "one_box", "shortness"}
+        torch.testing.assert_close(
+            batch.rewards, parts["MathReward"] + 0.5 * parts["one_box"] - 0.02 * batch.response_lengths
+        )
+        for name, part in parts.items():
+            assert logged[f"reward/{name}"] == pytest.approx(part.mean().item(), rel=1e-6)
+        assert logged["train/reward"] == pytest.approx(batch.rewards.mean().item(), rel=1e-6)
+        assert logged["reward/timeouts"] == logged["reward/errors"] == 0
+    # Accuracy is the first reward's alone.
+    accuracy = [value for _, value in scalars["val/arithmetic/deployed/avg@2"]]
+    assert all(value * 20 == pytest.approx(round(value * 20)) for value in accuracy)
 
-    def endless(problems, completions):
-        return [float("inf")] * len(completions)
 
-    with pytest.raises(UserError, match="endless: a reward is infinite"):
-        fit(tmp_path, rollouts=1, reward=endless)
+def test_async_rewards_are_given_groups_before_the_last_response_is_sampled(tmp_path):
+    given, generating = [], threading.Event()
+
+    async def early(problems, completions):
+        given.append(
+            (generating.is_set(), {p.id for p in problems}, len(completions), all(c.text for c in completions))
+        )
+        return [float(len(c.text)) for c in completions]
+
+    engine = VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)
+    generate = engine.generate
+
+    def watched(*arguments):
+        generating.set()
+        completions = generate(*arguments)
+        time.sleep(0.2)  # long enough for the thread to take what was finished
+        generating.clear()
+        return completions
+
+    engine.generate = watched
+    fit(tmp_path, rollouts=2, reward=early, engine=engine)
+    assert len(given) == 8
+    for during, problems, count, decoded in given:
+        assert during
+        assert (len(problems), count) == (1, 4)
+        assert decoded
+
+
+def test_a_reward_that_fails_stops_the_run_with_a_checkpoint(tmp_path):
+    calls = []
+
+    def breaks_later(problems, completions):
+        calls.append(len(completions))
+        if sum(calls) > 2 * 16:
+            raise OSError("the disk is full")
+        return [float(len(c.token_ids)) for c in completions]
+
+    with pytest.raises(
+        RunStoppedError, match="reward breaks_later: OSError: the disk is full, on a response to problem"
+    ):
+        fit(tmp_path, [RolloutCheckpoint()], rollouts=4, reward=breaks_later)
+    assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["RolloutDataModule"] == {"step": 2}
+
+
+def test_a_response_that_a_reward_fails_for_is_left_out_and_counted(tmp_path):
+    def picky(problems, completions):
+        return [1.0 if len(c.token_ids) % 2 else "even" for c in completions]
+
+    fit(tmp_path, rollouts=1, reward=picky)
+    scalars = {name: values[0][1] for name, values in read_scalars(tmp_path / "run").items()}
+    assert 0 < scalars["reward/errors"] < 16
+    assert scalars["train/unscored_fraction"] == scalars["reward/errors"] / 16
+    assert scalars["train/reward"] == 1.0
 
 
 @pytest.mark.parametrize(

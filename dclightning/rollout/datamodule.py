@@ -1,7 +1,7 @@
 """Problems in, rollouts out: the loader generates when the trainer asks, with the weights of that moment."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -14,13 +14,11 @@ from dclightning.errors import RunStoppedError, UserError
 from dclightning.models import load_tokenizer, longest_context, resolve_model
 from dclightning.phases import phases
 from dclightning.rewards.math import MathReward
+from dclightning.rewards.scoring import OnError, Reward, Scorer
 from dclightning.rollout.engine import RolloutEngine
 from dclightning.rollout.types import Completion, Rollout, Sampling
 from dclightning.seeds import derive_seed, seed_all
 from dclightning.strategies import data_parallel_reduce
-
-Reward = Callable[[Sequence[Problem], Sequence[Completion]], Sequence[float | None]]
-"""Scores each completion against its problem; None where it cannot."""
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -32,7 +30,11 @@ class RolloutDataModule(L.LightningDataModule):
     Args:
         problems: A JSONL file, the name of problems that ship with the package, or a list.
         engine: Samples the responses.
-        reward: Scores them: an object such as ``MathReward()``, or a plain function of problems and completions.
+        reward: Scores them: an object such as ``MathReward()``, or a function, plain or async, of problems and
+            completions; or several of these, which are added.
+        reward_weights: How much each of several rewards counts; 1 by default. One of weight 0 is logged only.
+        reward_errors: What happens to a response for which a reward fails: ``skip`` leaves it out of the training,
+            ``stop`` stops the run. If a reward fails for all responses, the run stops in any case.
         prompts_per_step: Problems in a rollout, over all ranks.
         group_size: Responses to each of them.
         dynamic_sampling: How often to try another problem where all responses to one got the same reward, so that no
@@ -40,6 +42,7 @@ class RolloutDataModule(L.LightningDataModule):
         sampling: How training responses are drawn. Truncated support (top_p, top_k, min_p) and temperature 0 are
             refused, because the trainer could not compute the sampled tokens' true probabilities.
         validation_problems: For each benchmark's name, its problems.
+        validation_reward: Scores the responses to them; by default the first of ``reward``.
         validation_sampling: How validation responses are drawn.
         validation_samples: Responses to each validation problem, k of avg@k.
         validation_limit: Use only so many problems of each benchmark.
@@ -52,12 +55,15 @@ class RolloutDataModule(L.LightningDataModule):
         self,
         problems: str | list[Problem],
         engine: RolloutEngine,
-        reward: Reward = MathReward(),
+        reward: Reward | list[Reward] = MathReward(),
+        reward_weights: list[float] | None = None,
+        reward_errors: OnError = "skip",
         prompts_per_step: int = 64,
         group_size: int = 8,
         dynamic_sampling: int = 0,
         sampling: Sampling = Sampling(),
         validation_problems: dict[str, str] | None = None,
+        validation_reward: Reward | None = None,
         validation_sampling: Sampling = Sampling(max_tokens=32768, temperature=0.7),
         validation_samples: int = 1,
         validation_limit: int | None = None,
@@ -94,7 +100,9 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError(f"prompt_template={prompt_template!r}: must contain {{problem}}")
         self.problems = problems
         self.engine = engine
-        self.reward = reward
+        self.scorer = Scorer(reward, reward_weights, reward_errors)
+        first = next(iter(self.scorer.rewards.values()))
+        self.validation_scorer = Scorer(validation_reward or first, on_error=reward_errors)
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
         self.dynamic_sampling = dynamic_sampling
@@ -176,10 +184,17 @@ class RolloutDataModule(L.LightningDataModule):
         share = len(chosen) // self._replicas
         problems = [self.training_problems[i] for i in chosen[self._rank * share : (self._rank + 1) * share]]
         seed = derive_seed(self.seed, "rollout", self.step, self._rank)
-        rollout = self.draw(problems, self.sampling, self.group_size, seed)
-        if self.dynamic_sampling:
-            others = order[: index * self.prompts_per_step] + order[(index + 1) * self.prompts_per_step :]
-            rollout = self._redraw(rollout, others if len(others) >= self.prompts_per_step else order)
+        stopped: RunStoppedError | None = None
+        try:
+            rollout = self.draw(problems, self.scorer, self.sampling, self.group_size, seed)
+            if self.dynamic_sampling:
+                others = order[: index * self.prompts_per_step] + order[(index + 1) * self.prompts_per_step :]
+                rollout = self._redraw(rollout, others if len(others) >= self.prompts_per_step else order)
+        except RunStoppedError as error:
+            stopped = error
+        strategy: Any = self.trainer.strategy  # type: ignore[union-attr]
+        if data_parallel_reduce(strategy, torch.tensor(int(stopped is not None), device=strategy.root_device)):
+            raise stopped or RunStoppedError("another rank has stopped the run")  # all ranks, or the others would wait
         self.step += 1
         return rollout
 
@@ -193,33 +208,35 @@ class RolloutDataModule(L.LightningDataModule):
                 break
             seed = derive_seed(self.seed, "redraw", self.step, attempt, self._rank)
             picks = random.Random(seed).sample(others, k=len(alike))
-            fresh = self.draw([self.training_problems[i] for i in picks], self.sampling, size, seed)
+            fresh = self.draw([self.training_problems[i] for i in picks], self.scorer, self.sampling, size, seed)
             groups = list(range(len(differ)))
             for n, group in enumerate(alike):
                 groups[group] = len(differ) + n
             rollout = (rollout + fresh).select([group * size + i for group in groups for i in range(size)])
             rollout.discarded_groups += len(alike)
-        strategy: Any = self.trainer.strategy  # type: ignore[union-attr]
-        left = int(data_parallel_reduce(strategy, torch.tensor(len(alike), device=strategy.root_device)))
-        if left:
+        if alike:
             raise RunStoppedError(
-                f"dynamic_sampling={self.dynamic_sampling}: after so many tries {left} of {self.prompts_per_step} "
+                f"dynamic_sampling={self.dynamic_sampling}: after so many tries {len(alike)} of {len(differ)} "
                 "groups still have equal rewards; allow more tries, or easier or harder problems"
             )
         return rollout
 
-    def draw(self, problems: list[Problem], sampling: Sampling, group_size: int, seed: int) -> Rollout:
+    def draw(self, problems: list[Problem], scorer: Scorer, sampling: Sampling, group_size: int, seed: int) -> Rollout:
         """Sample and score ``group_size`` responses to each problem."""
         # Rewards and callbacks may use the global generators: from here on they, too, depend on the seed alone.
         seed_all(seed)
         prompts = [self.encode(problem) for problem in problems]
-        with phases("rollout"):
-            completions = self.engine.generate(prompts, sampling, group_size, seed)
-        with phases("reward"):
-            texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-            for completion, text in zip(completions, texts, strict=True):
+
+        def finished(place: int, group: list[Completion]) -> None:
+            texts = self.tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
+            for completion, text in zip(group, texts, strict=True):
                 completion.text = text
-            rewards = self._score([p for p in problems for _ in range(group_size)], completions)
+            scorer.begin(place, problems[place], group)
+
+        with phases("rollout"):
+            completions = self.engine.generate(prompts, sampling, group_size, seed, finished)
+        with phases("reward"):
+            scores = scorer.finish([p for p in problems for _ in range(group_size)], completions)
         prompts = [ids for ids in prompts for _ in range(group_size)]
         return Rollout(
             token_ids=torch.tensor(
@@ -228,7 +245,10 @@ class RolloutDataModule(L.LightningDataModule):
             prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
             response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
             rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
-            rewards=rewards,
+            rewards=scores.total,
+            reward_parts=scores.parts,
+            reward_timeouts=scores.timeouts,
+            reward_errors=scores.errors,
             truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
             group_size=group_size,
             temperature=sampling.temperature,
@@ -256,12 +276,14 @@ class RolloutDataModule(L.LightningDataModule):
         self.step = state_dict["step"]
 
     def teardown(self, stage: str) -> None:
-        """Shut the engine down."""
+        """Shut the engine down, and what the rewards have started."""
         self.engine.close()
+        self.scorer.close()
+        self.validation_scorer.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Shut the engine down: on an error nothing calls ``teardown``."""
-        self.engine.close()
+        """Shut everything down: on an error nothing calls ``teardown``."""
+        self.teardown("")
 
     def _stop_if_asked_to(self) -> None:
         """Answer SIGTERM between rollouts; one process alone would otherwise train to the end of the epoch."""
@@ -278,22 +300,9 @@ class RolloutDataModule(L.LightningDataModule):
             for i, chunk in enumerate(chunks):
                 # The same seed each time: two evaluations differ by the policy, not by luck.
                 seed = derive_seed(self.seed, "validation", name, i, self._rank)
-                yield self.draw(chunk, self.validation_sampling, self.validation_samples, seed)
+                yield self.draw(chunk, self.validation_scorer, self.validation_sampling, self.validation_samples, seed)
 
         return RolloutLoader(rollouts, len(chunks))
-
-    def _score(self, problems: list[Problem], completions: list[Completion]) -> torch.Tensor:
-        rewards = self.reward(problems, completions)
-        name = getattr(self.reward, "__qualname__", type(self.reward).__name__)
-        if len(rewards) != len(completions):
-            raise UserError(f"reward {name}: returned {len(rewards)} rewards for {len(completions)} completions")
-        try:
-            scores = torch.tensor([float("nan") if r is None else float(r) for r in rewards])
-        except (ValueError, TypeError) as error:
-            raise UserError(f"reward {name}: rewards must be numbers or None ({error})") from error
-        if scores.isinf().any():
-            raise UserError(f"reward {name}: a reward is infinite; None says that a completion could not be scored")
-        return scores
 
     def _longest(self, problems: list[Problem], sampling: Sampling) -> int:
         return max(len(self.encode(problem)) for problem in problems) + sampling.max_tokens

@@ -1,11 +1,14 @@
 """What a rollout engine has to do. One engine samples for one data-parallel rank."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
 
 from dclightning.rollout.types import Completion, Sampling
+
+Finished = Callable[[int, list[Completion]], None]
+"""Takes the place of a prompt and the responses to it."""
 
 
 class RolloutEngine(Protocol):
@@ -17,10 +20,18 @@ class RolloutEngine(Protocol):
     def start(self, model: str, max_length: int) -> None:
         """Load the model, once; sequences will have at most ``max_length`` tokens, prompt included."""
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, group_size: int, seed: int) -> list[Completion]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        group_size: int,
+        seed: int,
+        finished: Finished | None = None,
+    ) -> list[Completion]:
         """Draw ``group_size`` responses to each prompt, those of a prompt side by side.
 
-        The result depends on the weights and the arguments alone.
+        The result depends on the weights and the arguments alone. ``finished`` is called once for each prompt, as soon
+        as the engine has all responses to it, at the latest before the return.
         """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

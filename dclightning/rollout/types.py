@@ -1,6 +1,6 @@
 """What passes between the rooms: sampling settings, completions, and rollouts (one training step's batch)."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -77,6 +77,12 @@ class Rollout:
     """The longest response that was allowed."""
     weight_version: int
     """Training steps that the engine's weights had seen."""
+    reward_parts: dict[str, Tensor] = field(default_factory=dict)
+    """By name the rewards that ``rewards`` is the weighted sum of. (B,) float32 each"""
+    reward_timeouts: int = 0
+    """Verdicts that took too long."""
+    reward_errors: int = 0
+    """Verdicts that failed."""
     discarded_groups: int = 0
     """Groups that were drawn for this rollout and thrown away, since all their rewards were equal."""
 
@@ -104,6 +110,7 @@ class Rollout:
             self,
             token_ids=torch.cat([part for i in chosen for part in sequences[i]]),
             rollout_logprobs=torch.cat([logprobs[i] for i in chosen]),
+            reward_parts={name: part[chosen] for name, part in self.reward_parts.items()},
             **{name: getattr(self, name)[chosen] for name in _OF_SEQUENCES},
         )
 
@@ -111,7 +118,14 @@ class Rollout:
         """The sequences of both, which were drawn alike."""
         names = ("token_ids", "rollout_logprobs", *_OF_SEQUENCES)
         both: dict[str, Any] = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in names}
-        return replace(self, **both)
+        parts = {name: torch.cat([part, other.reward_parts[name]]) for name, part in self.reward_parts.items()}
+        return replace(
+            self,
+            reward_parts=parts,
+            reward_timeouts=self.reward_timeouts + other.reward_timeouts,
+            reward_errors=self.reward_errors + other.reward_errors,
+            **both,
+        )
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -123,4 +137,5 @@ class Rollout:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        return replace(self, **moved)
+        parts = {name: part.to(*args, **kwargs) for name, part in self.reward_parts.items()}
+        return replace(self, reward_parts=parts, **moved)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dclightning.errors import UserError
+from dclightning.rollout.engine import Finished
 from dclightning.rollout.types import Completion, Sampling
 
 CPU_QUANTIZATIONS = ("fp8_per_channel",)
@@ -69,9 +70,17 @@ class VLLMEngine:
                 raise UserError(f"vLLM cannot serve model={model!r} with {self._described()}: {reason}") from error
         self.version = 0
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, group_size: int, seed: int) -> list[Completion]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        group_size: int,
+        seed: int,
+        finished: Finished | None = None,
+    ) -> list[Completion]:
         """Draw ``group_size`` responses to each prompt, those of a prompt side by side."""
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
@@ -89,10 +98,19 @@ class VLLMEngine:
         # Nothing of an earlier call may matter: not the cache, not the random state. vLLM draws in this process from
         # torch's global generator.
         self._llm.reset_prefix_cache()
+        groups: list[list[Completion]] = [[] for _ in prompts]
         with _random_state_kept():
             torch.manual_seed(seed)
-            requests = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
-        return [_completion(output, f"{i}.{output.index}") for i, r in enumerate(requests) for output in r.outputs]
+            engine = self._llm.llm_engine
+            for place, ids in enumerate(prompts):
+                engine.add_request(str(place), tokens_input(ids), parameters)
+            while engine.has_unfinished_requests():
+                for request in engine.step():
+                    place = int(request.request_id)
+                    groups[place] = [_completion(output, f"{place}.{output.index}") for output in request.outputs]
+                    if finished is not None:
+                        finished(place, groups[place])
+        return [completion for group in groups for completion in group]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; quantised ones are quantised anew, exactly as when they are loaded from a file."""

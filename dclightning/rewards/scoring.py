@@ -1,0 +1,211 @@
+"""Runs the rewards of a rollout: one or several, plain or async, each under its own name."""
+
+import asyncio
+import inspect
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dclightning.data.problems import Problem
+from dclightning.errors import RunStoppedError, check_choice
+from dclightning.rollout.types import Completion
+
+log = logging.getLogger(__name__)
+
+Reward = Callable[[Sequence[Problem], Sequence[Completion]], Any]
+"""Scores completions, each against its problem: gives a list with a number for each, or None where it cannot.
+
+It may be async. What it counts under the attributes ``timeouts`` and ``errors``, if it has them, is logged.
+"""
+
+OnError = Literal["skip", "stop"]
+
+
+@dataclass
+class Scores:
+    """What B completions got."""
+
+    total: Tensor
+    """The sum of the parts, each times its weight; NaN where one that has a weight is missing. (B,) float32"""
+    parts: dict[str, Tensor]
+    """By name each reward, before its weight; NaN where it could not score. (B,) float32"""
+    timeouts: int
+    """Verdicts that took too long."""
+    errors: int
+    """Failed verdicts, and completions for which a reward raised an exception or gave something that is no number."""
+
+
+class Scorer:
+    """One or several rewards, and how much each of them weighs.
+
+    Async rewards score the completions of a problem as soon as these are finished, in a thread of their own, while
+    others are still being sampled. The others are called once, with all completions.
+
+    Args:
+        rewards: One or several.
+        weights: One for each; 1 by default.
+        on_error: What happens where a reward raises an exception or gives something that is no number. It is then
+            called anew for one completion after another, to find out for which it fails. ``skip``: those count as not
+            scored; if there is no other, the run stops. ``stop``: the run stops.
+    """
+
+    def __init__(
+        self, rewards: Reward | Sequence[Reward], weights: Sequence[float] | None = None, on_error: OnError = "skip"
+    ) -> None:
+        check_choice("reward_errors", on_error, OnError)
+        listed = list(rewards) if isinstance(rewards, Sequence) else [rewards]
+        if not listed:
+            raise ValueError("reward=[]: must have at least one reward")
+        if weights is not None and len(weights) != len(listed):
+            raise ValueError(f"reward_weights={list(weights)}: must be as many as rewards, {len(listed)}")
+        names = [reward_name(reward) for reward in listed]
+        if double := [name for name, count in Counter(names).items() if count > 1 or name in ("timeouts", "errors")]:
+            raise ValueError(f"reward={names}: two rewards, or a reward and a counter, have the name {double[0]!r}")
+        self.rewards = dict(zip(names, listed, strict=True))
+        self.weights = dict(zip(names, [1.0] * len(listed) if weights is None else weights, strict=True))
+        if not any(self.weights.values()):
+            raise ValueError(f"reward_weights={weights}: at least one must not be 0")
+        self.on_error = on_error
+        self._begun: dict[str, list[tuple[int, list[Problem], list[Completion], Future[Any]]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def begin(self, place: int, problem: Problem, completions: list[Completion]) -> None:
+        """Let async rewards score the completions of a problem.
+
+        Args:
+            place: Of the problem in the rollout.
+            problem: The problem.
+            completions: All of this rollout, finished and decoded.
+        """
+        problems = [problem] * len(completions)
+        for name, reward in self.rewards.items():
+            if _is_async(reward):
+                future = self._start(reward(problems, completions))
+                self._begun.setdefault(name, []).append((place, problems, completions, future))
+
+    def finish(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Scores:
+        """Score all completions, those included that were begun with.
+
+        Raises:
+            RunStoppedError: If a reward fails and may not, or fails for all completions.
+        """
+        begun, self._begun = self._begun, {}
+        before = self._counted("timeouts"), self._counted("errors")
+        parts, failed = {}, 0
+        for name, reward in self.rewards.items():
+            whole = [(0, list(problems), list(completions), None)]
+            chunks = sorted(begun.get(name, whole), key=lambda chunk: chunk[0])
+            values: list[float] = []
+            failures: list[tuple[str, Exception]] = []
+            for _, asked, given, future in chunks:
+                values += self._scored(name, reward, asked, given, future, failures)
+            self._report(name, failures, len(completions))
+            failed += len(failures)
+            parts[name] = torch.tensor(values)
+        weighted = [weight * parts[name] for name, weight in self.weights.items() if weight]
+        return Scores(
+            total=torch.stack(weighted).sum(0),
+            parts=parts,
+            timeouts=self._counted("timeouts") - before[0],
+            errors=self._counted("errors") - before[1] + failed,
+        )
+
+    def close(self) -> None:
+        """End what rewards have started, if they can be closed, and the thread of the async ones."""
+        for reward in self.rewards.values():
+            if hasattr(reward, "close"):
+                reward.close()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(_stop, self._loop)
+            self._thread.join()
+            self._loop.close()
+            self._loop = None
+        self._begun = {}
+
+    def _scored(
+        self,
+        name: str,
+        reward: Reward,
+        problems: list[Problem],
+        completions: list[Completion],
+        future: Future[Any] | None,
+        failures: list[tuple[str, Exception]],
+    ) -> list[float]:
+        """What a reward gives to each completion, NaN for nothing; adds to the failures."""
+        try:
+            values = self._result(reward(problems, completions)) if future is None else future.result()
+            if len(values) != len(completions):
+                raise _LengthError(f"returned {len(values)} rewards for {len(completions)} completions")
+            return [_number(value) for value in values]
+        except Exception as error:
+            if len(completions) > 1 and not isinstance(error, _LengthError):  # who was it?
+                pairs = zip(problems, completions, strict=True)
+                return [self._scored(name, reward, [p], [c], None, failures)[0] for p, c in pairs]
+            failures += [(problem.id, error) for problem in problems]
+            return [math.nan] * len(problems)
+
+    def _report(self, name: str, failures: list[tuple[str, Exception]], count: int) -> None:
+        if not failures:
+            return
+        problem, error = failures[0]
+        message = f"reward {name}: {type(error).__name__}: {error}, on a response to problem {problem!r}"
+        if self.on_error == "stop" or len(failures) == count:
+            raise RunStoppedError(message) from error
+        log.warning("%s (%d of %d responses are not scored)", message, len(failures), count)
+        log.debug("reward %s failed", name, exc_info=error)
+
+    def _counted(self, what: str) -> int:
+        return sum(int(getattr(reward, what, 0)) for reward in self.rewards.values())
+
+    def _result(self, values: Any) -> Any:
+        return self._start(values).result() if inspect.isawaitable(values) else values
+
+    def _start(self, values: Awaitable[Any]) -> Future[Any]:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="async rewards", daemon=True)
+            self._thread.start()
+
+        async def waited() -> Any:
+            return await values
+
+        return asyncio.run_coroutine_threadsafe(waited(), self._loop)
+
+
+def reward_name(reward: Reward) -> str:
+    """What a reward is logged as: its attribute ``name``, or the name of the function or class."""
+    return str(getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__)
+
+
+def _is_async(reward: Reward) -> bool:
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)
+
+
+class _LengthError(ValueError):
+    """A reward gave more or fewer numbers than there were completions."""
+
+
+def _number(value: Any) -> float:
+    """Of a Python, numpy or torch scalar; NaN for None."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str | bytes):
+        raise TypeError(f"gave {value!r}; must be a number, or None")
+    number = float(value)
+    if math.isinf(number):
+        raise ValueError(f"gave {number}; must be finite, or None")
+    return number

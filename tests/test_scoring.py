@@ -1,0 +1,210 @@
+import asyncio
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from dclightning import Completion
+from dclightning.data.problems import Problem
+from dclightning.errors import RunStoppedError
+from dclightning.rewards.scoring import Scorer
+
+PROBLEMS = [Problem(name, "?", "1") for name in ("a", "a", "b", "b")]
+COMPLETIONS = [Completion([1] * n, [0.0] * n, "stop", "x" * n) for n in (1, 2, 3, 4)]
+
+
+def length(problems, completions):
+    return [float(len(c.text)) for c in completions]
+
+
+def halves(problems, completions):
+    return [0.5] * len(completions)
+
+
+async def slow_length(problems, completions):
+    await asyncio.sleep(0.01)
+    return [float(len(c.text)) for c in completions]
+
+
+class Counting:
+    """A reward that counts; some cannot be scored."""
+
+    def __init__(self):
+        self.timeouts, self.errors, self.closed = 5, 7, False
+
+    def __call__(self, problems, completions):
+        self.timeouts += 2
+        self.errors += 1
+        return [None, 1, 2, 3]
+
+    def close(self):
+        self.closed = True
+
+
+def only_short(problems, completions):
+    if any(len(c.text) > 3 for c in completions):
+        raise KeyError("long")
+    return [1.0] * len(completions)
+
+
+async def only_short_later(problems, completions):
+    return only_short(problems, completions)
+
+
+def finish(*arguments, **options):
+    scorer = Scorer(*arguments, **options)
+    try:
+        return scorer.finish(PROBLEMS, COMPLETIONS)
+    finally:
+        scorer.close()
+
+
+def test_rewards_are_added_by_weight_and_kept_apart_by_name():
+    scores = finish([length, halves, Counting()], [1.0, -2.0, 0.0])
+    assert scores.total.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert list(scores.parts) == ["length", "halves", "Counting"]
+    assert scores.parts["length"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert scores.parts["Counting"].isnan().tolist() == [True, False, False, False]
+    assert (scores.timeouts, scores.errors) == (2, 1)  # of this call
+
+
+def test_what_a_reward_with_weight_cannot_score_has_no_total():
+    assert finish([length, Counting()]).total.isnan().tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("kind", [bool, int, float, np.float64, np.bool_, torch.tensor, lambda x: torch.tensor([x])])
+def test_any_number_is_a_reward(kind):
+    scores = finish(lambda problems, completions: [kind(len(c.text) % 2) for c in completions])
+    assert scores.total.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_none_and_nan_are_no_reward():
+    scores = finish(lambda problems, completions: (None, float("nan"), 1, 0))
+    assert scores.total.isnan().tolist() == [True, True, False, False]
+    assert scores.errors == 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "error"),
+    [
+        (["1.0", 1, 1, 1], "TypeError: gave '1.0'"),
+        ([1, float("-inf"), 1, 1], "ValueError: gave -inf"),
+        ([1, 1, 1, object()], "TypeError: float\\(\\) argument must be"),
+        ([1, 1, [1, 2], 1], "TypeError"),
+        ([1, 2, 3], "returned 3 rewards for 4 completions"),
+        (None, "TypeError: .*NoneType"),
+        (2.0, "TypeError: .*float"),
+    ],
+)
+def test_what_is_no_list_of_numbers_stops_the_run_and_names_the_function(rewards, error):
+    def mine(problems, completions):
+        return (
+            rewards
+            if len(completions) == 4 or not isinstance(rewards, list)
+            else [rewards[len(completions[0].text) - 1]]
+        )
+
+    with pytest.raises(RunStoppedError, match=f"reward mine: .*{error}.*, on a response to problem '[ab]'"):
+        finish(mine, on_error="stop")
+
+
+@pytest.mark.parametrize("reward", [only_short, only_short_later])
+def test_an_exception_costs_only_the_response_that_it_is_about(reward, caplog):
+    with caplog.at_level(logging.WARNING, "dclightning"):
+        scores = finish([reward, length])
+    assert scores.parts[reward.__name__].isnan().tolist() == [False, False, False, True]
+    assert scores.total[:3].tolist() == [2.0, 3.0, 4.0]
+    assert scores.errors == 1
+    expected = f"reward {reward.__name__}: KeyError: 'long', on a response to problem 'b' (1 of 4 responses"
+    assert any(expected in record.message for record in caplog.records)
+    with pytest.raises(RunStoppedError, match=f"reward {reward.__name__}: KeyError"):
+        finish([length, reward], on_error="stop")
+
+
+def test_a_reward_that_fails_for_all_stops_the_run():
+    def broken(problems, completions):
+        raise ImportError("nltk is missing")
+
+    with pytest.raises(RunStoppedError, match="reward broken: ImportError: nltk is missing"):
+        finish([length, broken])
+
+
+def test_async_rewards_score_what_is_finished_while_the_rest_is_sampled():
+    started, threads = [], set()
+
+    async def judge(problems, completions):
+        started.append([problem.id for problem in problems])
+        threads.add(threading.current_thread())
+        return await slow_length(problems, completions)
+
+    scorer = Scorer([judge, length])
+    scorer.begin(1, PROBLEMS[2], COMPLETIONS[2:])
+    end = time.monotonic() + 10
+    while not started and time.monotonic() < end:
+        time.sleep(0.01)
+    assert started == [["b", "b"]]  # nobody has asked for the rewards yet
+    scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
+    scores = scorer.finish(PROBLEMS, COMPLETIONS)
+    assert scores.parts["judge"].tolist() == [1.0, 2.0, 3.0, 4.0] == scores.parts["length"].tolist()
+    assert threading.main_thread() not in threads
+    # What was begun is not found again, and nothing has to be begun.
+    assert scorer.finish(PROBLEMS[:1], COMPLETIONS[3:]).total.tolist() == [8.0]
+    assert len(started) == 3
+    scorer.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_async_rewards_run_side_by_side_and_from_within_a_loop():
+    running = []
+
+    async def meet(problems, completions):  # ends only if both groups are scored at the same time
+        running.append(1)
+        while len(running) < 2:
+            await asyncio.sleep(0.01)
+        return [1.0] * len(completions)
+
+    async def notebook():
+        scorer = Scorer(meet)
+        scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
+        scorer.begin(1, PROBLEMS[2], COMPLETIONS[2:])
+        scores = scorer.finish(PROBLEMS, COMPLETIONS)
+        scorer.close()
+        return scores
+
+    assert asyncio.run(asyncio.wait_for(notebook(), 20)).total.tolist() == [1.0] * 4
+
+
+def test_closing_ends_async_rewards_that_wait_and_closes_the_others():
+    ended = []
+
+    async def endless(problems, completions):
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(True)
+
+    counting = Counting()
+    scorer = Scorer([endless, counting])
+    scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
+    time.sleep(0.1)
+    scorer.close()
+    assert ended == [True]
+    assert counting.closed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "reward=\\[\\]"),
+        (([length, halves], [1.0]), "reward_weights=\\[1.0\\]: must be as many as rewards, 2"),
+        (([length], [0.0]), "reward_weights=\\[0.0\\]: at least one"),
+        (([length, length],), "have the name 'length'"),
+        ((length, None, "ignore"), "reward_errors='ignore': must be one of skip, stop"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Scorer(*arguments)
