@@ -1,8 +1,9 @@
 """How good and how fast the verdicts on math answers are, on files of real problems.
 
 Each gold answer is judged against itself in a box, and random pairs of golds that differ as text against each other:
-all pairs called equal are listed, to be read by a person (1/2 and 0.5 are equal). Then verdicts are timed in one
-process, and math-verify alone on the same pairs, in turns, so that what else the machine does hits both.
+all pairs called equal are listed, to be read by a person (1/2 and 0.5 are equal). Then verdicts are timed: the
+comparison in this process, ``MathReward`` with its worker processes, and math-verify alone on the same pairs, in turns,
+so that what else the machine does hits all.
 
     python benchmarks/math_verdicts.py --data DIR      # a folder of JSONL files with the keys id, problem, answer
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dclightning import MathReward
 from dclightning.rewards.answers import last_boxed
 from dclightning.rewards.equality import judge
 
@@ -105,18 +107,29 @@ def by_math_verify(gold: str, answer: str) -> bool:
 
 
 def speed(name: str, pairs: list[Pair], few: list[Pair], rounds: int) -> None:
-    """Prints verdicts a second: the best of some rounds, ours and math-verify's in turns."""
+    """Prints verdicts a second, the best of some rounds."""
+    golds, responses = [gold for gold, _ in pairs], [boxed(answer) for _, answer in pairs]
+    reward = MathReward()
+    reward.verdict("1/2", boxed("0.5"))  # starts the processes
 
-    def rate(call: Callable[[str, str], object], some: list[Pair]) -> float:
+    def rate(count: int, call: Callable[[], object]) -> float:
         start = time.perf_counter()
-        for pair in some:
-            call(*pair)
-        return len(some) / (time.perf_counter() - start)
+        call()
+        return count / (time.perf_counter() - start)
 
-    ours, theirs = zip(*((rate(judge, pairs), rate(by_math_verify, few)) for _ in range(rounds)), strict=True)
+    measured = [
+        (
+            rate(len(pairs), lambda: [judge(*pair) for pair in pairs]),
+            rate(len(pairs), lambda: reward.verdicts(golds, responses)),
+            rate(len(few), lambda: [by_math_verify(*pair) for pair in few]),
+        )
+        for _ in range(rounds)
+    ]
+    reward.close()
+    here, pool, theirs = map(max, zip(*measured, strict=True))
     equal = sum(judge(*pair).equal for pair in few), sum(by_math_verify(*pair) for pair in few)
-    rates = f"{max(ours):10.0f} verdicts a second; math-verify {max(theirs):8.0f}"
-    print(f"{name:20} {rates}; of {len(few)} pairs equal: {equal[0]} and {equal[1]}")
+    rates = f"{here:8.0f} verdicts a second here, {pool:8.0f} by MathReward, {theirs:6.0f} by math-verify"
+    print(f"{name:10} {rates}; of {len(few)} pairs equal: {equal[0]} and {equal[1]}")
 
 
 def main() -> None:
@@ -131,7 +144,7 @@ def main() -> None:
     files = golds(args.data)
     own_boxes(files)
     false_positives(random_pairs(files, args.pairs, args.seed))
-    judge("x", r"\sum_{k=1}^{2} k")  # imports everything
+    judge("x", r"\sqrt{2}")  # imports everything
     whole = [gold for answers in files.values() for gold in answers.values() if re.fullmatch(r"-?\d+", gold)][:6_000]
     others = list(files.get("math500", {}).values())
     for name, answers, most in (("integers", whole, 300), ("MATH-500", others, 500)):

@@ -86,6 +86,8 @@ def test_the_table(row):
         ("inequality_is_interval", r"(3, \infty)", "x > 3"),
         ("column_is_tuple", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1, 2)"),
         ("rounded_is_equal", r"\frac{1}{3}", "0.333"),
+        ("variables_positive", r"\sqrt{\frac{2h}{g}}", r"\frac{\sqrt{2h}}{\sqrt{g}}"),
+        ("variables_positive", r"2\ln x", r"\ln x^2"),
         ("rounded_is_equal", r"\frac{\pi}{2}", "1.5708"),
         ("rounded_is_equal", r"1.2345 \times 10^{-8}", r"1.23 \times 10^{-8}"),
     ],
@@ -96,7 +98,7 @@ def test_each_convention_can_be_changed(changed, gold, given_answer):
     assert judge(gold, given_answer, Conventions(**{changed: not default})).equal != default
 
 
-@pytest.mark.parametrize("given_answer", ["0.334", "0.32", "0.3334"])
+@pytest.mark.parametrize("given_answer", ["0.334", "0.32", "0.3334", "0.33", "0.3", r"0.0 \times 10^9"])
 def test_rounding_is_no_tolerance(given_answer):
     assert not judge(r"\frac{1}{3}", given_answer, Conventions(rounded_is_equal=True)).equal
 
@@ -106,7 +108,7 @@ def test_reasons_are_named():
     assert judge("0.5", r"\frac12").reason == "same number"
     assert judge(r"\sqrt{12}", r"2\sqrt3").reason == "equal to 90 digits"
     assert judge("10", "9999999!").reason == "too large to evaluate"
-    assert judge("5", r"\foo").reason == "cannot be read"
+    assert judge("5", r"\foo").reason == r"cannot be read: '\\foo'"
 
 
 @common
@@ -122,13 +124,22 @@ def test_the_order_of_the_two_does_not_matter(one, other):
 
 
 @common
-@given(answer, answer)
-def test_wrapping_changes_nothing(one, other):
+@given(answer, answer, whole)
+def test_wrapping_changes_nothing(one, other, number):
     expected = equal(one, other)
     plain = one.replace(r"\frac", r"\dfrac").replace("(", r"\left(").replace(")", r"\right)") if "[" not in one else one
     for wrapped in (rf"\boxed{{{one}}}", f"${one}$", f"  {one} \n", f"{one}.", rf"\({one}\)", plain):
         assert equal(wrapped, one)
         assert equal(wrapped, other) == expected
+    for wrapped in (
+        rf"\boxed{{{number}}}",
+        f"${number}$",
+        f"{number}.",
+        rf"\text{{{number}}}",
+        rf"\mathbf{{{number}}}",
+    ):
+        assert equal(wrapped, number)
+        assert not equal(wrapped, f"{number}1")
 
 
 @common
@@ -163,10 +174,10 @@ def test_one_more_is_different(gold):
 
 
 @common
-@given(several, st.randoms())
+@given(st.lists(whole, min_size=2, max_size=4), st.randoms())
 def test_a_list_has_no_order_but_a_tuple_has(items, random):
     shuffled = random.sample(items, len(items))
-    same = all(judge(one, other).equal for one, other in zip(items, shuffled, strict=True))
+    same = list(map(int, items)) == list(map(int, shuffled))
     assert equal(", ".join(items), ", ".join(shuffled))
     assert equal(f"({', '.join(items)})", f"({', '.join(shuffled)})") == same
     assert not equal(", ".join(items), ", ".join(items[1:]))
@@ -191,6 +202,8 @@ TOWER = "10^{10^{10^{10}}}"
 HOSTILE = [
     *[TOWER, rf"\frac{{1}}{{{TOWER}}}", rf"\sin({TOWER})", "9999999!", "((99!)!)!", "x^{x^{x^{x^{9}}}}", "1e999999999"],
     *[r"\binom{10^{30}}{10^{29}}", r"\exp(\exp(\exp(\exp(9))))", "(x+1)^{999999}", r"\sum_{k=1}^{10^9} \frac{1}{k^2}"],
+    *[r"\sum_{k=0}^{1000} \binom{1000}{k}", r"\prod_{k=1}^{9999} k^{k}", r"\int_0^1 \frac{\ln(1+x)}{1+x^2}\,dx"],
+    *[r"\sum_{a=1}^{999} \sum_{b=1}^{999} \sum_{c=1}^{999} abc", r"\sum_{k=1}^{999} \sin k^k"],
     *["*".join(["4000!"] * 300), "+".join([r"\sin x"] * 400), r"\sqrt{" * 700, "(" * 3_000, "-" * 3_000 + "1"],
     *["1," * 1_500, "9" * 100_000 + ".5", r"\text{a}" * 400, "1 a " * 900, "{" * 1_900 + "1" + "}" * 1_900],
 ]
@@ -218,13 +231,14 @@ def test_long_integers_are_compared_as_text():
     assert not equal("9" * 100_000, "9" * 99_999 + "8")
 
 
-def test_sympy_and_math_verify_are_imported_only_for_what_needs_them():
+def test_whole_numbers_and_text_import_no_library():
     script = """
 import sys
 from dclightning.rewards.equality import judge
-assert not {"sympy", "math_verify", "mpmath", "torch"} & set(sys.modules)
-assert judge("1/2", "0.5").equal and judge(r"(2, \\sqrt{12})", r"(2, 2\\sqrt{3})").equal
-assert not {"sympy", "math_verify"} & set(sys.modules)
+assert judge("1/2", "0.5").equal and not judge("yes", "no").equal
+assert not {"sympy", "mpmath", "torch"} & set(sys.modules)
+assert judge(r"\\sqrt{12}", r"2\\sqrt{3}").equal
+assert not {"sympy", "torch"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

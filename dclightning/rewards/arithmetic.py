@@ -8,9 +8,9 @@ import hashlib
 import math
 import operator
 import re
+import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 from dclightning.rewards.normalise import tokens
@@ -23,8 +23,8 @@ _LARGEST = 1 << 16  # bits of an exact number: enough for 5000!
 _LONGEST = 2_000  # characters of a formula
 _DEEPEST = 80  # brackets, roots and powers inside each other
 _WORK = 4_000_000  # bits computed for one value
+_TERMS = 1_000  # of a sum or product over an index
 
-_WHOLE = ("\\lfloor", "\\lceil", "\\binom", "\\gcd", "\\lcm", "!")  # where these stand, variables are whole numbers
 _GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi "
     "varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega hbar ell infty"
@@ -51,18 +51,28 @@ class _UndefinedError(Exception):
     """The formula has no value at this point."""
 
 
-_ERRORS = (_UndefinedError, UnreadableError, TooLargeError, AmbiguousError)  # by gravity
+class _NotNaturalError(_UndefinedError):
+    """The formula has values for natural numbers only."""
 
 
-def same_value(gold: str, answer: str) -> tuple[bool, str]:
+_ERRORS = (_NotNaturalError, _UndefinedError, UnreadableError, TooLargeError, AmbiguousError)
+"""From what may pass at another point to what settles the matter, whichever formula it is in."""
+
+
+def same_value(gold: str, answer: str, positive: bool = False) -> tuple[bool, str]:
     """Whether two cleaned formulas are equal, and how that was found.
+
+    Args:
+        gold: One formula.
+        answer: The other one.
+        positive: Whether variables stand for positive numbers only.
 
     Raises:
         UnreadableError: If one of them is no formula, or has no value.
         TooLargeError: If comparing them would take too much work.
     """
     agreed = 0
-    for one, other, names in _values(gold, answer):
+    for one, other, names in _values(gold, answer, positive):
         equal = agree(one, other)
         if not names:
             exact = isinstance(one, Fraction) and isinstance(other, Fraction)
@@ -117,58 +127,85 @@ def is_real(number: Any) -> bool:
     return not isinstance(number, _mp().mpc)
 
 
-def _values(left: str, right: str) -> Iterator[tuple[Any, Any, set[str]]]:
+def _values(left: str, right: str, positive: bool = False) -> Iterator[tuple[Any, Any, set[str]]]:
     """The values of two formulas and their variables, at the points where both have values."""
-    whole = any(sign in text for sign in _WHOLE for text in (left, right))
     pieces = tokens(left), tokens(right)
+    try:
+        yield from _values_at(pieces, _rational(positive), _POINTS)
+    except _NotNaturalError:  # n! and the like: the variables stand for natural numbers
+        yield from _values_at(pieces, _natural, _WHOLE_POINTS)
+
+
+def _values_at(
+    pieces: tuple[list[str], list[str]], sample: "_Sample", most: int
+) -> Iterator[tuple[Any, Any, set[str]]]:
     yielded = 0
     for point in range(_WHOLE_POINTS):
         names: set[str] = set()
         found, errors = [], []
         for some in pieces:
             try:
-                found.append(_Reader(some, point, whole, names).whole())
+                found.append(_Reader(some, lambda name, point=point: sample(name, point), names).formula())  # type: ignore[misc]
             except _ERRORS as error:
                 errors.append(error)
-        if errors:  # the gravest counts, whichever formula it is in
+        if errors:
             gravest = max(errors, key=lambda error: _ERRORS.index(type(error)))
-            if isinstance(gravest, UnreadableError) or not names or (not yielded and point == _WHOLE_POINTS - 1):
-                raise gravest if not isinstance(gravest, _UndefinedError) else UnreadableError("has no value")
+            if isinstance(gravest, _NotNaturalError) and names and sample is not _natural:
+                raise gravest
+            if not names or not isinstance(gravest, _UndefinedError) or (not yielded and point == _WHOLE_POINTS - 1):
+                raise UnreadableError("has no value") if isinstance(gravest, _UndefinedError) else gravest
             continue  # it may have a value at another point
         yield found[0], found[1], names
         yielded += 1
-        if not names or (yielded == _POINTS and not whole):
+        if not names or yielded == most:
             return
 
 
-@cache
+_Sample = Callable[[str, int], Fraction]
+"""What a variable stands for at a point: always the same for the same name."""
+
+
+def _natural(name: str, point: int) -> Fraction:
+    """Each of the numbers from 1 to 41, in an order of its own."""
+    start, step = hashlib.sha256(name.encode()).digest()[:2]
+    return Fraction(1 + (start + point * (1 + step % (_WHOLE_POINTS - 1))) % _WHOLE_POINTS)
+
+
+def _rational(positive: bool) -> _Sample:
+    """Between 1/3 and 3, of either sign unless it must be positive."""
+
+    def sample(name: str, point: int) -> Fraction:
+        drawn = int.from_bytes(hashlib.sha256(f"{point} {name}".encode()).digest()[:4])
+        return Fraction(30 + (drawn >> 1) % 240, 89 if positive or drawn & 1 else -89)
+
+    return sample
+
+
+_of_thread = threading.local()  # for mpmath's functions change the precision of their context for a while
+
+
 def _mp() -> Any:
-    import mpmath  # type: ignore[import-untyped]
+    """mpmath at our precision."""
+    if not hasattr(_of_thread, "mp"):
+        import mpmath  # type: ignore[import-untyped]
 
-    context = mpmath.MPContext()
-    context.prec = _PRECISION
-    return context
+        mp = _of_thread.mp = mpmath.MPContext()
+        mp.prec = _PRECISION
+        angles = ["sin", "cos", "tan", "cot", "sec", "csc"]
+        found = {f"\\{name}": getattr(mp, name) for name in [*angles, "sinh", "cosh", "tanh", "exp", "ln"]}
+        found |= {f"\\arc{name}": getattr(mp, f"a{name}") for name in angles}
+        _of_thread.functions = found | {"\\log": mp.ln, "\\lg": mp.log10}
+    return _of_thread.mp
 
 
-@cache
 def _functions() -> dict[str, Callable[[Any], Any]]:
-    mp = _mp()
-    angles = ["sin", "cos", "tan", "cot", "sec", "csc"]
-    found = {f"\\{name}": getattr(mp, name) for name in [*angles, "sinh", "cosh", "tanh", "exp", "ln"]}
-    return found | {f"\\arc{name}": getattr(mp, f"a{name}") for name in angles} | {"\\log": mp.ln, "\\lg": mp.log10}
+    """What has a name and one argument."""
+    _mp()
+    return _of_thread.functions  # type: ignore[no-any-return]
 
 
 def _inexact(number: Any) -> Any:
     return _mp().mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
-
-
-def _sample(name: str, point: int, whole: bool) -> Fraction:
-    """What a variable stands for at a point: always the same for the same name, of either sign unless it is whole."""
-    if whole:  # each of the numbers from 1 to 41, in an order of its own
-        start, step = hashlib.sha256(name.encode()).digest()[:2]
-        return Fraction(1 + (start + point * (1 + step % (_WHOLE_POINTS - 1))) % _WHOLE_POINTS)
-    drawn = int.from_bytes(hashlib.sha256(f"{point} {name}".encode()).digest()[:4])
-    return Fraction(30 + (drawn >> 1) % 240, 89 if drawn & 1 else -89)
 
 
 class _Reader:
@@ -176,22 +213,22 @@ class _Reader:
 
     Args:
         pieces: The formula's tokens.
-        point: Which sample values the variables get.
-        integral: Whether the variables stand for whole numbers.
+        sample: What each variable stands for.
         names: Gets the names of the variables met.
     """
 
-    def __init__(self, pieces: list[str], point: int, integral: bool, names: set[str]) -> None:
+    def __init__(self, pieces: list[str], sample: Callable[[str], Fraction], names: set[str]) -> None:
         if sum(map(len, pieces)) > _LONGEST:
             raise TooLargeError
-        self.pieces, self.point, self.integral, self.names = [*pieces, ""], point, integral, names
+        self.pieces, self.sample, self.names = [*pieces, ""], sample, names
+        self.indices: dict[str, Fraction] = {}
         self.at = self.depth = self.bars = self.work = self.powered = 0
 
-    def whole(self) -> Any:
+    def formula(self) -> Any:
         """The value of the whole formula."""
         found = self.terms()
         if self.ahead:
-            raise UnreadableError(f"cannot read {self.ahead[:20]!r}")
+            raise UnreadableError(repr(self.ahead[:20]))
         return found
 
     @property
@@ -299,11 +336,11 @@ class _Reader:
             return self.raised(self.argument(), self.combine(operator.truediv, Fraction(1), degree))
         if piece == "\\binom":
             return self.choose(self.argument(), self.argument())
-        if piece in ("\\gcd", "\\lcm", "\\max", "\\min"):
-            return self.of_many(piece, self.bracketed())
+        if piece in ("\\sum", "\\prod"):
+            return self.series(piece)
         if piece in _functions():
             return self.function(piece)
-        raise UnreadableError(f"cannot read {piece[:20]!r}")
+        raise UnreadableError(repr(piece[:20]))
 
     def numeral(self, piece: str) -> Fraction:
         """A decimal number."""
@@ -312,7 +349,7 @@ class _Reader:
         if self.ahead == "_":
             raise UnreadableError("a number in another base")
         found = Fraction(piece)
-        if "." in piece and self.skip("\\overline"):  # digits that repeat for ever
+        if "." in piece and (self.skip("\\overline") or self.skip("\\dot")):  # digits that repeat for ever
             digits = self.name()
             if not digits.isdecimal():
                 raise UnreadableError("no digits to repeat")
@@ -344,12 +381,14 @@ class _Reader:
             name += f"_{self.name()}"
         while self.skip("'"):
             name += "'"
+        if name in self.indices:
+            return self.indices[name]
         lone = self.pieces[self.at + 2 : self.at + 3] == [")"]
         if self.ahead == "(" and (name[0] in "fgh" or name[-1] == "'" or lone):
             found = (number if isinstance(number, Fraction) else _mp().nstr(number, 60) for number in self.bracketed())
             name += f"({', '.join(map(str, found))})"
         self.names.add(name)
-        return _sample(name, self.point, self.integral)
+        return self.sample(name)
 
     def name(self) -> str:
         """The tokens of the next group, or the next token, as they stand."""
@@ -374,6 +413,28 @@ class _Reader:
             self.pieces[self.at : self.at + 1] = [digit, rest] if rest else [digit]
             return Fraction(self.take())
         return self.atom() if self.ahead in ("{", "(") or len(self.ahead) == 1 else self.power()
+
+    def series(self, name: str) -> Any:
+        r"""\sum_{k=1}^{9} or \prod over the product that follows, which is read again for each value of the index."""
+        if not (self.skip("_") and self.skip("{")):
+            raise UnreadableError("a series without an index")
+        index = self.take()
+        if not _VARIABLE.fullmatch(index) or index in self.indices or not self.skip("="):
+            raise UnreadableError("a series without an index")
+        (first,) = self.natural(self.close("{", self.terms()))
+        if not self.skip("^"):
+            raise UnreadableError("a series without an end")
+        (last,) = self.natural(self.argument())
+        if last - first >= _TERMS:
+            raise TooLargeError
+        body, found = self.at, Fraction(name == "\\prod")
+        for value in range(first, max(first, last) + 1):
+            self.at, self.indices[index] = body, Fraction(value)
+            term = self.factors()
+            if value <= last:  # a series without terms is read once all the same
+                found = self.add(found, term) if name == "\\sum" else self.combine(operator.mul, found, term)
+        del self.indices[index]
+        return found
 
     def bracketed(self) -> list[Any]:
         """Values in brackets, with commas between them."""
@@ -470,14 +531,17 @@ class _Reader:
         if name != "\\ln" and abs(argument) > _LARGEST:
             raise TooLargeError
         try:
-            return self.checked(_functions()[name](argument))
+            found = _functions()[name](argument)
         except (ZeroDivisionError, ValueError, OverflowError):
             raise _UndefinedError from None
+        # The sine of what is pi but for the last bits is 0.
+        tiny = _mp().ldexp(1, 80 - _PRECISION)
+        return Fraction(0) if abs(found) < tiny and abs(argument) > 1 else self.checked(found)
 
     def natural(self, *numbers: Any) -> list[int]:
         """The numbers, if they are all natural."""
         if any(not isinstance(n, Fraction) or n.denominator != 1 or n < 0 for n in numbers):
-            raise _UndefinedError
+            raise _NotNaturalError
         return [n.numerator for n in numbers]
 
     def factorial(self, number: Any) -> Fraction:
@@ -493,18 +557,6 @@ class _Reader:
         n, k = self.natural(above, below)
         self.spend(min(k, max(n - k, 0)) * n.bit_length())
         return Fraction(math.comb(n, k))
-
-    def of_many(self, name: str, numbers: list[Any]) -> Any:
-        """The largest or smallest number, the greatest common divisor or the least common multiple."""
-        if name in ("\\gcd", "\\lcm"):
-            found, *rest = self.natural(*numbers)
-            for n in rest:
-                found = math.gcd(found, n) if name == "\\gcd" else math.lcm(found, n)
-                self.spend(found.bit_length())
-            return Fraction(found)
-        if not all(map(is_real, numbers)):
-            raise _UndefinedError
-        return (max if name == "\\max" else min)(numbers, key=_inexact)
 
     def rounded(self, number: Any, up: bool) -> Fraction:
         """The next whole number below or above."""

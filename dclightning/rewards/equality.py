@@ -3,6 +3,8 @@ r"""Is an answer equal to the gold answer?
 ``judge`` goes through a few readings, from the plainest to the most general: the same text, whole numbers, letters and
 words, several parts, matrices, relations, quantities with units, other notations, and at last formulas, which are
 computed. The first reading that fits decides. What cannot be read, or would take too much work, is different.
+
+Equal is not transitive: 50 may stand for 50%, and 50% is 0.5, but 50 is not.
 """
 
 import re
@@ -13,19 +15,19 @@ from dclightning.rewards import arithmetic
 from dclightning.rewards.normalise import clean, split, tokens
 from dclightning.rewards.notations import based, plain_digits, time_of_day
 from dclightning.rewards.structure import assigned, bounded, collection, matrix, parts, sides
-from dclightning.rewards.symbolic import same_by_math_verify
 from dclightning.rewards.units import measure
 from dclightning.rewards.words import choice, is_prose, words
 
 _LONGEST = 4_000  # characters; of longer answers only the text is compared, and whole numbers
 _DEEPEST = 12  # readings inside each other
 _MOST = 100  # parts whose order may differ
+_LEAST_DIGITS = 3  # of a rounded number
 
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 # 2e-1 is 0.2 to a programmer, and 2e - 1 to a mathematician.
 _SMALL_POWER = re.compile(r"(?<![\d.])(\d+)e-(\d)(?![\d.])")
 # A decimal number, with a power of ten or without.
-_DECIMAL = re.compile(r"-?\d*\.(\d+)(?:\*10\^\{?(-?\d{1,3})\}?)?")
+_DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\*10\^\{?(-?\d{1,3})\}?)?")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Conventions:
         base_optional: "1011" may stand for 1011 in base 2.
         inequality_is_interval: "x > 3" may stand for the interval from 3 to infinity.
         column_is_tuple: A column or row of a matrix may stand for the tuple of its entries.
-        rounded_is_equal: "0.33" may stand for 1/3: a decimal number for whatever is rounded to it.
+        rounded_is_equal: "0.333" may stand for 1/3: a decimal number of three digits or more for what is rounded to it.
+        variables_positive: Variables stand for positive numbers, so that the square root of x^2 is x.
     """
 
     percent_is_number: bool = True
@@ -53,6 +56,7 @@ class Conventions:
     inequality_is_interval: bool = True
     column_is_tuple: bool = True
     rounded_is_equal: bool = False
+    variables_positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,10 +169,10 @@ def _collections(gold: str, answer: str, conventions: Conventions, depth: int) -
     kinds = {kind, other_kind}
     if len(one) == len(other) == 1 and r"\{\}" not in kinds:
         return None if (one, other) == ([gold], [answer]) else _judge(one[0], other[0], conventions, depth)
-    if kinds == {""} and len(one) != len(other):  # 100,200 is a number, but a list if the other one is a list
-        one, other = parts(gold, thousands=len(other) == 1), parts(answer, thousands=len(one) == 1)
     if len(one) != len(other):
-        return _different("not as many parts")
+        # 100,200 is a number, unless the other one says that it is a list.
+        same_digits = kinds == {""} and gold.replace(" ", "") == answer.replace(" ", "")
+        return _same("same digits") if same_digits else _different("not as many parts")
     if len(one) == 1:
         kinds = {r"\{\}"}  # {5} may stand for 5
     as_sets = kinds <= {"", r"\{\}"} and (conventions.lists_are_sets or "" not in kinds)
@@ -282,30 +286,32 @@ def _bases(gold: str, answer: str, conventions: Conventions, depth: int) -> Verd
 
 
 def _formulas(gold: str, answer: str, conventions: Conventions) -> Verdict:
-    """Formulas, by their values; by math-verify and their values if they cannot be computed here."""
+    """Formulas, by their values."""
     if is_prose(gold) or is_prose(answer) or r"\text{" in gold + answer:
         return _different("words that differ")
     try:
-        equal, reason = arithmetic.same_value(gold, answer)
+        positive = conventions.variables_positive
+        equal, reason = arithmetic.same_value(gold, answer, positive)
         if not equal and (_SMALL_POWER.search(gold) or _SMALL_POWER.search(answer)):
-            equal, reason = arithmetic.same_value(*(_SMALL_POWER.sub(r"\1e - \2", text) for text in (gold, answer)))
+            gold, answer = (_SMALL_POWER.sub(r"\1e - \2", text) for text in (gold, answer))
+            equal, reason = arithmetic.same_value(gold, answer, positive)
         if not equal and conventions.rounded_is_equal and (_rounds_to(gold, answer) or _rounds_to(answer, gold)):
             return _same("same number when rounded")
     except arithmetic.AmbiguousError as error:
         return _different(f"ambiguous: {error}")
     except arithmetic.TooLargeError:
         return _different("too large to evaluate")
-    except arithmetic.UnreadableError:
-        equal, reason = same_by_math_verify(gold, answer)
+    except arithmetic.UnreadableError as error:
+        return _different(f"cannot be read: {error}")
     return Verdict(equal, reason)
 
 
 def _rounds_to(exact: str, rounded: str) -> bool:
-    """Whether a number is rounded to a decimal number."""
+    """Whether a number is rounded to a decimal number, with digits enough to tell it from others."""
     digits = _DECIMAL.fullmatch(rounded.replace(" ", ""))
-    if digits is None:
+    if digits is None or len((digits[1] + digits[2]).lstrip("0")) < _LEAST_DIGITS:
         return False
-    return arithmetic.is_near(exact, rounded, Fraction(10) ** (int(digits[2] or 0) - len(digits[1])) / 2)
+    return arithmetic.is_near(exact, rounded, Fraction(10) ** (int(digits[3] or 0) - len(digits[2])) / 2)
 
 
 _READINGS = (

@@ -33,7 +33,8 @@ _COMMANDS = {
     " or ": r"\lor",
     " and ": r"\land",
     " ": r"\, \; \: \> ~ \quad \qquad \enspace \thinspace",
-    "": r"\! \( \) \[ \] \left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \displaystyle \textstyle \limits "
+    "": r"\! \( \) \[ \] \left \right \big \bigl \bigr \Big \Bigl \Bigr \bigg \Bigg \tiny \small \normalsize \large "
+    r"\Large \huge \displaystyle \textstyle \limits "
     r"\boxed \fbox \underline \rm \bf \it",
 }
 _SPELLINGS = {command: kept for kept, commands in _COMMANDS.items() for command in commands.split()} | {r"\ ": " "}
@@ -68,19 +69,37 @@ _CHARACTERS = {
     ",": "、",
     ".": "。",
     "": "“”„",
-    " and ": "∧",
-    " or ": "∨",
+    " and ": "∧和",
+    " or ": "∨或",
 }
 _UNICODE = {character: kept for kept, characters in _CHARACTERS.items() for character in characters}
 
 _COMMAND = re.compile(r"\\\\|\\[A-Za-z]+|\\.|~", re.DOTALL)
 # \left. and \right. draw nothing, and so does \phantom{...}: what they are given goes with them.
-_INVISIBLE = re.compile(r"\\(?:left|right)\s*\.|\\[hv]?phantom\s*(?:\{[^{}]*\}|.)")
+_INVISIBLE = re.compile(r"\\(?:left|right)\s*\.|\\(?:[hv]?phantom|(?:text)?color)\s*(?:\{[^{}]*\}|.)")
+# The space below a row of a matrix: \\[4pt].
+_ROW_SPACE = re.compile(r"\\\\\[-?[\d.]+\s*(?:pt|em|ex|mm|cm)\]")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}")
+# What some models put into the box before the answer.
+_PREFIX = re.compile(
+    r"^(?:\\text\{)?\s*(?:(?:the )?(?:(?:final|correct) )?answer(?: is\b|\s*[:=])|答案[是为:]*"
+    r"|(?:option|choice|选项?)(?=\s*\(?[A-J]\b))\s*:?\s*\}?",
+    re.IGNORECASE,
+)
+_REALS = re.compile(r"(?:the set of )?all (?:real numbers|reals)", re.IGNORECASE)
+# The real numbers without some, and those that satisfy an inequality.
+_WITHOUT = re.compile(r"\\mathbb\s*(?:R|\{R\})\s*\\(?:setminus|backslash)\s*\\\{([^{}\\,]*)\\\}")
+_BUILDER = re.compile(
+    r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*(?:R|\{R\})\s*)?[|:]\s*([^|:{}]*(?:<|>|\\[gl]e)[^|:{}]*)\\\}"
+)
 # Digits in threes, with a space between that is none: 10\,000 and 10,\!000.
 _THIN_SPACE = re.compile(r"(?<=[\d,])\\[,!]\s*(?=\d{3})")
 _BRACED_SIGN = re.compile(r"(?<!\\)\{\s*([,:])\s*\}")
 _SPACED = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+")
-_STYLED = re.compile(r"\\(text\w*|mbox|hbox|math(?:rm|bf|it|sf|tt|up)|operatorname\*?|boldsymbol|bm)\s*\{([^{}]*)\}")
+_STYLED = re.compile(
+    r"\\(text\w*|mbox|hbox|math(?:rm|bf|it|sf|tt|up)|operatorname\*?|boldsymbol|bm)\s*"
+    r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+)
 _DEGREE = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})")
 _PRIME = re.compile(r"\^\s*(?:\\prime(?![A-Za-z])|\{((?:\s*\\prime)+)\s*\})")
 # A root without braces, as in √12 or sqrt12, reaches over all its digits; names of functions need no backslash.
@@ -116,6 +135,7 @@ def clean(answer: str) -> str:
     if r"\begin" not in text:  # where it starts no row, a doubled backslash is one too many
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = _BARE_ROOT.sub(r"\\sqrt{\1}", _THIN_SPACE.sub("", text))
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", _ROW_SPACE.sub(r"\\\\", text))
     text = _PRIME.sub(lambda m: "'" * max(1, (m[1] or "").count("prime")), _DEGREE.sub("°", text))
     text = _COMMAND.sub(lambda m: _SPELLINGS.get(m[0], m[0]), _INVISIBLE.sub("", text))
     for _ in range(3):  # the innermost first
@@ -125,7 +145,12 @@ def clean(answer: str) -> str:
     text = text.replace("$", r"\usd " if text.count("$") == 1 else "").replace('"', "")
     text = _BRACED_SIGN.sub(r"\1", text).replace(r"\text{}", "")
     text = _BARE_INFINITY.sub(r"\\infty", _BARE_NAME.sub(r"\\\1", _CROSS.sub("*", text)))
-    text = _strip(text)
+    text = _strip(_PREFIX.sub("", _strip(text)))
+    if _REALS.fullmatch(text):
+        return r"\mathbb{R}"
+    text = _WITHOUT.sub(r"(-\\infty,\1)\\cup(\1,\\infty)", text)
+    if (condition := _BUILDER.fullmatch(text)) is not None and condition[1] in condition[2]:
+        text = condition[2].strip()
     return text.replace(" ", "") if _SPACED.fullmatch(text) else text
 
 
@@ -174,8 +199,8 @@ def _strip(text: str) -> str:
     """The text without the spaces, full stops and braces around it."""
     for _ in range(20):
         stripped = re.sub(r"\s+", " ", text).strip(" ,;:").removesuffix("\\\\").rstrip(".").lstrip("=").strip()
-        opening, inside, _ = unwrap(stripped)
-        if opening == "{":
+        opening, inside, closing = unwrap(stripped)
+        if opening == "{" or (opening == "(" and closing == ")" and len(split(inside, ",;")) == 1 and inside[1:]):
             stripped = inside
         elif (whole := re.fullmatch(r"\\text\{([^{}]*)\}", stripped)) is not None:
             stripped = whole[1]
@@ -188,6 +213,11 @@ def _strip(text: str) -> str:
 def _restyle(styled: re.Match[str]) -> str:
     r"""Words as ``\text{...}``; a number, a conjunction or a single letter of a formula without its style."""
     style, content = styled[1], styled[2].strip()
+    bold = style in ("mathbf", "boldsymbol", "bm", "textbf")
+    if "{" in content or (bold and re.search(r"[\\^_+=*/<>|\d]", content)):  # a formula
+        return f"{{{content}}}"
+    if content in ("min", "max") and re.search(r"\d\s*$", styled.string[: styled.start()]):
+        return f"\\text{{{content}}}"
     if re.fullmatch(r",?\s*(?:and|or)", content) or re.fullmatch(r"[\d.,/ -]*", content):
         return f" {content} " if content else " "
     if style.startswith("operatorname") or (style.startswith("math") and content in _FUNCTIONS):

@@ -2,13 +2,16 @@
 
 import re
 
-_TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:\\text\{)?\s*(?:([ap])\.?\s*m\.?)?\s*\}?", re.IGNORECASE)
+from dclightning.rewards.words import NUMERALS
+
+_TIME = re.compile(
+    r"([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\{)?\s*(?:([ap])\.?\s*m\.?)?\s*\}?", re.IGNORECASE
+)
 # 1011_2, (1011)_2, 1011_{two}, 1011 in base 2; \text{A5}_{11}.
 _DIGITS = r"(-?)\s*(?:\\text\{)?\(?(\d[0-9A-Za-z]*|[A-Z][0-9A-Z]*\d[0-9A-Z]*)\)?\}?"
 _BASE = r"\s*(?:_|(?:\\text\{)?\s*(?:in )?base\s*\}?)\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\s*\}?"
 _BASED = re.compile(_DIGITS + _BASE)
 _PLAIN = re.compile(_DIGITS)
-_NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
 def time_of_day(text: str) -> tuple[int, int, str] | None:
@@ -27,7 +30,7 @@ def based(text: str) -> tuple[int, str] | None:
     if found is None or len(found[2]) > 1_000:
         return None
     try:
-        base = _NAMES.index(found[3]) if found[3] in _NAMES else int(found[3])
+        base = NUMERALS.index(found[3]) if found[3] in NUMERALS else int(found[3])
         return int(found[1] + found[2], base if base > 1 else 99), found[1] + found[2].lstrip("0")
     except ValueError:  # no base, or no digit in it
         return None

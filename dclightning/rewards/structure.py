@@ -1,6 +1,7 @@
 r"""How a cleaned answer is built: of parts, in brackets, of rows, of sides."""
 
 import re
+from itertools import pairwise
 
 from dclightning.rewards import arithmetic
 from dclightning.rewards.normalise import split, unwrap
@@ -100,18 +101,24 @@ def assigned(text: str) -> tuple[str, str] | None:
     found = sides(text)
     if len(found) == 1 or not set(ORDER).isdisjoint(found[1::2]) or len(parts(_SIGN.sub("", text))) > 1:
         return None
+    if len(found) == 3 and found[1] == "=" and re.fullmatch(_SYMBOL, found[2]) and not re.fullmatch(_SYMBOL, found[0]):
+        found.reverse()
     # What follows "is about" is a rounded value of what comes before.
     exact = found[: found.index(r"\approx", 2)] if r"\approx" in found[2:] else found
     if not found[0] or _NAME.fullmatch(found[0]) or (_SEGMENT.fullmatch(found[0]) and re.search(r"\d", exact[-1])):
-        return found[0], exact[-1]
+        return (found[0], exact[-1]) if _agree(exact[2::2]) is not False else None
     if found[1] == r"\approx":
         return "", found[0]
-    values = [number if unit != "%" else f"({number})/100" for number, unit in map(measure, exact[::2])]
+    return ("", exact[-1]) if _agree(exact[::2]) else None
+
+
+def _agree(formulas: list[str]) -> bool | None:
+    """Whether formulas have one value; None if that cannot be found out."""
+    values = [number if unit != "%" else f"({number})/100" for number, unit in map(measure, formulas)]
     try:
-        first, *rest = (arithmetic.value(value) for value in values)
+        return all(arithmetic.same_value(one, other)[0] for one, other in pairwise(values))
     except (arithmetic.UnreadableError, arithmetic.TooLargeError):
         return None
-    return ("", exact[-1]) if all(arithmetic.agree(first, value) for value in rest) else None
 
 
 def bounded(text: str) -> tuple[str, str] | None:

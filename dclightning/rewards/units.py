@@ -18,15 +18,17 @@ _UNITS = {name: names.split()[0] for names in _NAMES.replace("\n", "|").split("|
 _LETTERS = set("msghlLNJWVAKCF")  # other single letters are variables
 _CURRENCIES = {"\\usd": "usd", "€": "eur", "£": "gbp", "¥": "cny", "₹": "inr"}
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
-_SCALES = {"hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}", "trillion": "10^{12}"}
+_SCALES = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
+_SCALES |= {"trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}", "万": "10^{4}", "亿": "10^{8}"}
 # Words that make another number of the one before, or say when it holds.
 _NO_UNIT = re.compile(
     "and|or|if|when|where|for|with|unless|otherwise|modulo|mod|base|not|except|plus|minus|times|over|factorial|more|fewer|"
-    "less|than|least|most|half|halves|thirds?|is|are|only"
+    "less|than|least|most|half|halves|thirds?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|"
+    "negative|below|inverse|reciprocal|root|pi|gross|score|is|are|only|.*[半倍之百千兆第几约多成折].*"
 )
 _DIGIT = re.compile(r"(?<![\^{-])\d")  # that is no exponent: it belongs to another number
 
-_SCALE = re.compile(r"(?<=\d)\s*(\\text\{)?\s*(hundred|thousand|million|billion|trillion)(?![A-Za-z])", re.IGNORECASE)
+_SCALE = re.compile(r"(?<=\d)\s*(\\text\{)?\s*(" + "|".join(_SCALES) + ")(?![A-Za-z])", re.IGNORECASE)
 _CURRENCY = re.compile(r"^(-?)\s*(\\usd|[€£¥₹])\s*|\s*(\\usd|[€£¥₹])$")
 _PERCENT = re.compile(r"\s*(?:%|(?:\\text\{)?\s*(?:percent|percentage|pct)\.?\s*\}?)$", re.IGNORECASE)
 _DEGREES = re.compile(r"\s*°\s*(?:\\text\{\s*([CF])\s*\}|([CF]))?$")

@@ -10,20 +10,21 @@ _PROSE = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{4,}|[^\x00-\x7f°]")
 _SHORT = {"yes", "no", "odd", "all", "may", "one", "two", "six", "ten"}
 _EMPTY = {r"\emptyset", r"\{\}", "no solution", "no solutions", "empty set", "the empty set"}
 
-_UNITS = [
+NUMERALS = [
     *["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
     *["thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"],
 ]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_NUMBERS = {word: number for number, word in enumerate(_UNITS)} | {
+_NUMBERS = {word: number for number, word in enumerate(NUMERALS)} | {
     f"{ten} {unit}".strip(): 20 + 10 * tens + units
     for tens, ten in enumerate(_TENS)
-    for units, unit in enumerate(["", *_UNITS[1:10]])
+    for units, unit in enumerate(["", *NUMERALS[1:10]])
 }
 
 _CHOICE = re.compile(r"\(?(?:\\text\{)?\(?([A-Z])\)?\}?\)?")
 # (A) 12: a letter and what it stands for; but (A)(B) and (A) + 1 are formulas.
-_LABELLED = re.compile(r"(?:\\text\{)?\(([A-J])\)(?:\}\s*|\s+)([^\s()*/^+=-].*)")
+_LABELLED = re.compile(r"(?:\\text\{)?(?:\(([A-J])\)(?:\}\s*|\s+)|([A-J])[.)]\}?\s+)([^\s()*/^+=-].*)")
+_OTHER_LABEL = re.compile(r"\([A-J]\)|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 
 
 def is_prose(text: str) -> bool:
@@ -47,6 +48,7 @@ def choice(text: str) -> tuple[str, str]:
     """The letter of a multiple choice, and what is chosen, as far as a cleaned answer says so."""
     if (letter := _CHOICE.fullmatch(text)) is not None:
         return letter[1], ""
-    if (labelled := _LABELLED.fullmatch(text)) is not None:
-        return labelled[1], labelled[2]
+    labelled = _LABELLED.fullmatch(text)
+    if labelled is not None and not _OTHER_LABEL.search(labelled[3]):  # several choices are no choice
+        return labelled[1] or labelled[2], labelled[3]
     return "", text
