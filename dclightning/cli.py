@@ -261,6 +261,7 @@ def _broken_config(arguments: list[str]) -> str:
 
 def _one_line(error: Exception) -> str:
     message = " ".join(str(error).split())
+    message = re.sub(r"Type collections\.abc\.Callable\S*.*? expects a function or a callable class: ", "", message)
     # The parser takes the name of a class that it does not know for a file.
     if unknown := re.search(
         r'"([\w.]+)": - Expected a path but (\S+) either not accessible or invalid - (.*)', message

@@ -177,6 +177,11 @@ def test_the_callbacks_of_every_run_can_be_turned_off_or_replaced(options, absen
         (["--model.corrections+=TokenTIS", "--model.corrections.max=1"], "'max' is not accepted"),
         (["--model.overlong.buffer=99"], "overlong.buffer=99.0: must be a share of max_tokens"),
         (["--model.reference_kl.coefficient=-1"], "reference_kl.coefficient=-1.0"),
+        (["--data.reward=dclightning.Nope"], "data.reward"),
+        (["--data.extra_rewards.a=dclightning.Nope"], "data.extra_rewards"),
+        (["--data.extra_rewards.MathReward=dclightning.MathReward"], "has the name 'MathReward' already"),
+        (["--data.reward_weights.b=1"], "reward_weights: 'b' is not one of MathReward"),
+        (["--data.reward.time_limit=0"], "time_limit=0.0: must be positive"),
     ],
 )
 def test_options_that_cannot_be_are_named_in_one_line(options, message):

@@ -1,11 +1,16 @@
 """The code in the documents, as printed."""
 
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+
+from dclightning.report import read_scalars
+from dclightning.rewards.equality import Conventions
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "method.md").read_text(), flags=re.DOTALL)
@@ -33,3 +38,37 @@ def test_a_loss_and_a_correction_of_ones_own(tmp_path):
     config = (tmp_path / "runs" / "quickstart" / "version_0" / "config.yaml").read_text()
     assert "mine.Reinforce" in config
     assert "mine.LikelyOnly" in config
+
+
+def rewards_blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.slow
+def test_rewards_of_ones_own(tmp_path):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (code,), (as_config,), commands = (rewards_blocks(language) for language in ("python", "yaml", "bash"))
+    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "mine.yaml").write_text(as_config)
+    (tmp_path / "responses.jsonl").write_text('{"answer": "5", "response": "5"}')
+    small = "--data.prompts_per_step 4 --data.validation_limit 4 --trainer.limit_train_batches 1"
+    fit, score = (command.strip() for command in commands)
+    for command in (
+        f"{fit} {small}",
+        score,
+        f"dclightning fit --config configs/quickstart.yaml --config mine.yaml {small}",
+    ):
+        done = subprocess.run(
+            f"{sys.executable} -m {command}", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    for version, names in enumerate([("brief", "judged", "format"), ("brief", "judged", "format", "repetition")]):
+        scalars = read_scalars(tmp_path / "runs" / "quickstart" / f"version_{version}")
+        assert {f"reward/{name}" for name in ("MathReward", *names)} <= set(scalars)
+
+
+def test_the_table_of_conventions_is_complete():
+    rows = re.findall(r"^\| `(\w+)` \| (yes|no) \|", (ROOT / "docs" / "rewards.md").read_text(), flags=re.MULTILINE)
+    assert {name: default == "yes" for name, default in rows} == asdict(Conventions())
+    verdicts = (ROOT / "tests" / "data" / "math_verdicts.jsonl").read_text().splitlines()
+    assert f"holds {len(verdicts)} judged pairs" in (ROOT / "docs" / "rewards.md").read_text()

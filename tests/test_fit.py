@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from dclightning import AdamW, GRPOModule, MathReward, Overlong, RolloutDataModule, Sampling, VLLMEngine
+from dclightning import AdamW, GRPOModule, Overlong, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import FixedPenalty, Histograms, LagrangianCallback, RolloutCheckpoint, WeightSync
 from dclightning.data.problems import load_problems
 from dclightning.errors import RunStoppedError, UserError
@@ -343,29 +343,29 @@ def test_several_rewards_are_added_and_logged_by_name(tmp_path):
     async def shortness(problems, completions):
         return [-len(c.token_ids) / 100 for c in completions]
 
-    reward = [MathReward(), one_box, shortness]
     batches = []
 
     class Keep(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             batches.append(batch)
 
-    fit(tmp_path, [Keep()], rollouts=2, reward=reward, reward_weights=[1.0, 0.5, 2.0], validate=True)
+    extra, weights = {"box": one_box, "shortness": shortness}, {"box": 0.5, "shortness": 2.0}
+    fit(tmp_path, [Keep()], rollouts=2, extra_rewards=extra, reward_weights=weights, validate=True)
     scalars = read_scalars(tmp_path / "run")
     for step, batch in enumerate(batches):
         logged = {
             name: dict(enumerate(v for _, v in values))[step] for name, values in scalars.items() if "val/" not in name
         }
         parts = batch.reward_parts
-        assert set(parts) == {"MathReward", "one_box", "shortness"}
+        assert set(parts) == {"MathReward", "box", "shortness"}
         torch.testing.assert_close(
-            batch.rewards, parts["MathReward"] + 0.5 * parts["one_box"] - 0.02 * batch.response_lengths
+            batch.rewards, parts["MathReward"] + 0.5 * parts["box"] - 0.02 * batch.response_lengths
         )
         for name, part in parts.items():
             assert logged[f"reward/{name}"] == pytest.approx(part.mean().item(), rel=1e-6)
         assert logged["train/reward"] == pytest.approx(batch.rewards.mean().item(), rel=1e-6)
         assert logged["reward/timeouts"] == logged["reward/errors"] == 0
-    # Accuracy is the first reward's alone.
+    # Accuracy is the reward's alone.
     accuracy = [value for _, value in scalars["val/arithmetic/deployed/avg@2"]]
     assert all(value * 20 == pytest.approx(round(value * 20)) for value in accuracy)
 

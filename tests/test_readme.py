@@ -40,9 +40,10 @@ def test_every_command_runs(tmp_path):
         "class Callback(L.Callback):\n    pass\n"
         "def reward(problems, completions):\n    return [len(c.text) for c in completions]\n"
     )
+    (tmp_path / "responses.jsonl").write_text('{"answer": "5", "response": "5"}')
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     commands = [line for line in lines if line.startswith(("dclightning", "tensorboard"))]
-    assert len(commands) == 10
+    assert len(commands) == 11
     for command in commands:
         if command.startswith("tensorboard"):
             command = f"{command} --inspect"  # the same, without the server

@@ -10,7 +10,7 @@ import torch
 from dclightning import Completion
 from dclightning.data.problems import Problem
 from dclightning.errors import RunStoppedError
-from dclightning.rewards.scoring import Scorer
+from dclightning.rewards.scoring import Scorer, reward_name
 
 PROBLEMS = [Problem(name, "?", "1") for name in ("a", "a", "b", "b")]
 COMPLETIONS = [Completion([1] * n, [0.0] * n, "stop", "x" * n) for n in (1, 2, 3, 4)]
@@ -54,8 +54,12 @@ async def only_short_later(problems, completions):
     return only_short(problems, completions)
 
 
-def finish(*arguments, **options):
-    scorer = Scorer(*arguments, **options)
+def named(rewards):
+    return {reward_name(reward): reward for reward in (rewards if isinstance(rewards, list) else [rewards])}
+
+
+def finish(rewards, **options):
+    scorer = Scorer(named(rewards), **options)
     try:
         return scorer.finish(PROBLEMS, COMPLETIONS)
     finally:
@@ -63,7 +67,7 @@ def finish(*arguments, **options):
 
 
 def test_rewards_are_added_by_weight_and_kept_apart_by_name():
-    scores = finish([length, halves, Counting()], [1.0, -2.0, 0.0])
+    scores = finish([length, halves, Counting()], weights={"halves": -2.0, "Counting": 0.0})
     assert scores.total.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert list(scores.parts) == ["length", "halves", "Counting"]
     assert scores.parts["length"].tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -140,7 +144,7 @@ def test_async_rewards_score_what_is_finished_while_the_rest_is_sampled():
         threads.add(threading.current_thread())
         return await slow_length(problems, completions)
 
-    scorer = Scorer([judge, length])
+    scorer = Scorer(named([judge, length]))
     scorer.begin(1, PROBLEMS[2], COMPLETIONS[2:])
     end = time.monotonic() + 10
     while not started and time.monotonic() < end:
@@ -167,7 +171,7 @@ def test_async_rewards_run_side_by_side_and_from_within_a_loop():
         return [1.0] * len(completions)
 
     async def notebook():
-        scorer = Scorer(meet)
+        scorer = Scorer(named(meet))
         scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
         scorer.begin(1, PROBLEMS[2], COMPLETIONS[2:])
         scores = scorer.finish(PROBLEMS, COMPLETIONS)
@@ -187,7 +191,7 @@ def test_closing_ends_async_rewards_that_wait_and_closes_the_others():
             ended.append(True)
 
     counting = Counting()
-    scorer = Scorer([endless, counting])
+    scorer = Scorer(named([endless, counting]))
     scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
     time.sleep(0.1)
     scorer.close()
@@ -198,11 +202,10 @@ def test_closing_ends_async_rewards_that_wait_and_closes_the_others():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([],), "reward=\\[\\]"),
-        (([length, halves], [1.0]), "reward_weights=\\[1.0\\]: must be as many as rewards, 2"),
-        (([length], [0.0]), "reward_weights=\\[0.0\\]: at least one"),
-        (([length, length],), "have the name 'length'"),
-        ((length, None, "ignore"), "reward_errors='ignore': must be one of skip, stop"),
+        (({"a": length}, {"b": 1.0}), "reward_weights: 'b' is not one of a"),
+        (({"a": length}, {"a": 0.0}), "reward_weights: at least one must not be 0"),
+        (({"errors": length},), "extra_rewards: the name 'errors' is that of a counter"),
+        (({"a": length}, None, "ignore"), "reward_errors='ignore': must be one of skip, stop"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, message):

@@ -5,8 +5,7 @@ import inspect
 import logging
 import math
 import threading
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,29 +49,26 @@ class Scorer:
     others are still being sampled. The others are called once, with all completions.
 
     Args:
-        rewards: One or several.
-        weights: One for each; 1 by default.
+        rewards: By the names that they are logged under.
+        weights: How much each of them counts; 1 by default. One of weight 0 is logged only.
         on_error: What happens where a reward raises an exception or gives something that is no number. It is then
             called anew for one completion after another, to find out for which it fails. ``skip``: those count as not
             scored; if there is no other, the run stops. ``stop``: the run stops.
     """
 
     def __init__(
-        self, rewards: Reward | Sequence[Reward], weights: Sequence[float] | None = None, on_error: OnError = "skip"
+        self, rewards: Mapping[str, Reward], weights: Mapping[str, float] | None = None, on_error: OnError = "skip"
     ) -> None:
         check_choice("reward_errors", on_error, OnError)
-        listed = list(rewards) if isinstance(rewards, Sequence) else [rewards]
-        if not listed:
-            raise ValueError("reward=[]: must have at least one reward")
-        if weights is not None and len(weights) != len(listed):
-            raise ValueError(f"reward_weights={list(weights)}: must be as many as rewards, {len(listed)}")
-        names = [reward_name(reward) for reward in listed]
-        if double := [name for name, count in Counter(names).items() if count > 1 or name in ("timeouts", "errors")]:
-            raise ValueError(f"reward={names}: two rewards, or a reward and a counter, have the name {double[0]!r}")
-        self.rewards = dict(zip(names, listed, strict=True))
-        self.weights = dict(zip(names, [1.0] * len(listed) if weights is None else weights, strict=True))
+        weights = weights or {}
+        if unknown := sorted(set(weights) - set(rewards)):
+            raise ValueError(f"reward_weights: {unknown[0]!r} is not one of {', '.join(rewards)}")
+        if taken := sorted({"timeouts", "errors"} & set(rewards)):
+            raise ValueError(f"extra_rewards: the name {taken[0]!r} is that of a counter; choose another one")
+        self.rewards = dict(rewards)
+        self.weights = {name: weights.get(name, 1.0) for name in rewards}
         if not any(self.weights.values()):
-            raise ValueError(f"reward_weights={weights}: at least one must not be 0")
+            raise ValueError("reward_weights: at least one must not be 0")
         self.on_error = on_error
         self._begun: dict[str, list[tuple[int, list[Problem], list[Completion], Future[Any]]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -14,7 +14,7 @@ from dclightning.errors import RunStoppedError, UserError
 from dclightning.models import load_tokenizer, longest_context, resolve_model
 from dclightning.phases import phases
 from dclightning.rewards.math import MathReward
-from dclightning.rewards.scoring import OnError, Reward, Scorer
+from dclightning.rewards.scoring import OnError, Reward, Scorer, reward_name
 from dclightning.rollout.engine import RolloutEngine
 from dclightning.rollout.types import Completion, Rollout, Sampling
 from dclightning.seeds import derive_seed, seed_all
@@ -31,8 +31,9 @@ class RolloutDataModule(L.LightningDataModule):
         problems: A JSONL file, the name of problems that ship with the package, or a list.
         engine: Samples the responses.
         reward: Scores them: an object such as ``MathReward()``, or a function, plain or async, of problems and
-            completions; or several of these, which are added.
-        reward_weights: How much each of several rewards counts; 1 by default. One of weight 0 is logged only.
+            completions.
+        extra_rewards: More of them by name, which are added.
+        reward_weights: By name how much each reward counts; 1 by default. One of weight 0 is logged only.
         reward_errors: What happens to a response for which a reward fails: ``skip`` leaves it out of the training,
             ``stop`` stops the run. If a reward fails for all responses, the run stops in any case.
         prompts_per_step: Problems in a rollout, over all ranks.
@@ -42,7 +43,7 @@ class RolloutDataModule(L.LightningDataModule):
         sampling: How training responses are drawn. Truncated support (top_p, top_k, min_p) and temperature 0 are
             refused, because the trainer could not compute the sampled tokens' true probabilities.
         validation_problems: For each benchmark's name, its problems.
-        validation_reward: Scores the responses to them; by default the first of ``reward``.
+        validation_reward: Scores the responses to them; by default ``reward``.
         validation_sampling: How validation responses are drawn.
         validation_samples: Responses to each validation problem, k of avg@k.
         validation_limit: Use only so many problems of each benchmark.
@@ -55,8 +56,9 @@ class RolloutDataModule(L.LightningDataModule):
         self,
         problems: str | list[Problem],
         engine: RolloutEngine,
-        reward: Reward | list[Reward] = MathReward(),
-        reward_weights: list[float] | None = None,
+        reward: Reward = MathReward(),
+        extra_rewards: dict[str, Reward] | None = None,
+        reward_weights: dict[str, float] | None = None,
         reward_errors: OnError = "skip",
         prompts_per_step: int = 64,
         group_size: int = 8,
@@ -100,9 +102,11 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError(f"prompt_template={prompt_template!r}: must contain {{problem}}")
         self.problems = problems
         self.engine = engine
-        self.scorer = Scorer(reward, reward_weights, reward_errors)
-        first = next(iter(self.scorer.rewards.values()))
-        self.validation_scorer = Scorer(validation_reward or first, on_error=reward_errors)
+        name, extra = reward_name(reward), extra_rewards or {}
+        if name in extra:
+            raise ValueError(f"extra_rewards: reward has the name {name!r} already; choose another one")
+        self.scorer = Scorer({name: reward, **extra}, reward_weights, reward_errors)
+        self.validation_scorer = Scorer({"validation": validation_reward or reward}, on_error=reward_errors)
         self.prompts_per_step = prompts_per_step
         self.group_size = group_size
         self.dynamic_sampling = dynamic_sampling
