@@ -9,6 +9,7 @@ COMMANDS = {
     "fit": ("dclightning.cli", "train a policy"),
     "validate": ("dclightning.cli", "evaluate the deployed policy on the validation problems"),
     "test": ("dclightning.cli", "the same, under the test names"),
+    "prepare": ("dclightning.prepare", "drop the problems that had better not be trained on"),
     "score": ("dclightning.score", "judge the answers of responses in a file"),
     "toy": ("dclightning.toy", "show what the three discrepancies do to a policy of a few actions"),
     "report": ("dclightning.report", "print what a run has achieved"),

@@ -1,18 +1,14 @@
 """Training policies: any causal language model of transformers, its token log-probs, its weights."""
 
-import socket
 from collections.abc import Iterator
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import MethodType
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HFValidationError
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -24,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from dclightning.attention import PACKED, lanes
 from dclightning.errors import UserError
+from dclightning.hub import hub_answers
 from dclightning.packing import Pack
 from dclightning.strategies import ParallelStrategy
 
@@ -189,7 +186,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
     path = resolve_model(name)
-    if not Path(path).is_dir() and not _hub_answers(path):
+    if not Path(path).is_dir() and not _is_cached(path) and not hub_answers():
         raise UserError(f"model={name!r}: no such folder, and the hub cannot be reached")
     try:
         return kind.from_pretrained(path, **options)
@@ -197,15 +194,11 @@ def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
         raise UserError(f"model={name!r}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _hub_answers(name: str) -> bool:
-    """Whether a model may be had by name; without a network transformers would retry for a minute to find out."""
+def _is_cached(name: str) -> bool:
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str) or getproxies():
-            return True
-        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
-    except (OSError, HFValidationError):
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
         return False
-    return True
 
 
 def _distributed_config(strategy: ParallelStrategy) -> Any:

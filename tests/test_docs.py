@@ -72,3 +72,12 @@ def test_the_table_of_conventions_is_complete():
     assert {name: default == "yes" for name, default in rows} == asdict(Conventions())
     verdicts = (ROOT / "tests" / "data" / "math_verdicts.jsonl").read_text().splitlines()
     assert f"holds {len(verdicts)} judged pairs" in (ROOT / "docs" / "rewards.md").read_text()
+
+
+def test_problems_are_cleaned_as_printed(tmp_path):
+    (command,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), flags=re.DOTALL)
+    for name in ("raw", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"problem": "{name}", "answer": 5}}')
+    done = subprocess.run(f"{sys.executable} -m {command}", shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 problems are in clean.jsonl" in done.stderr

@@ -1,0 +1,68 @@
+"""Which problems had better not be trained on, and why."""
+
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from dclightning.data.problems import Problem
+
+_NO_WORD = re.compile(r"[\W_]+")
+_IMAGE = re.compile(r"\[asy\]|!\[|<img|\\includegraphics|\.(?:png|jpe?g|gif|svg)\b", re.IGNORECASE)
+
+
+def normalized(text: str) -> str:
+    """The letters and digits of a text, small: what two printings of one problem have in common."""
+    return _NO_WORD.sub("", unicodedata.normalize("NFKC", text).lower())
+
+
+def needs_an_image(text: str) -> bool:
+    """Whether a text refers to an image or holds drawing code."""
+    return _IMAGE.search(text) is not None
+
+
+def script(text: str) -> str:
+    """The script of most letters that are no Latin or Greek ones, such as ``cjk`` or ``cyrillic``; else ``latin``."""
+    found = Counter(unicodedata.name(letter, "unknown").split()[0].lower() for letter in text if _is_foreign(letter))
+    return found.most_common(1)[0][0] if found else "latin"
+
+
+def _is_foreign(letter: str) -> bool:
+    # Letters that Unicode keeps for mathematics have names of their own, and a plain letter as compatible form.
+    plain = unicodedata.normalize("NFKC", letter)[:1]
+    return letter.isalpha() and not unicodedata.name(plain, "unknown").startswith(("LATIN", "GREEK"))
+
+
+def faults(
+    problems: Sequence[Problem], benchmarks: Mapping[str, Sequence[Problem]], scripts: Sequence[str] | None = None
+) -> dict[int, str]:
+    """What is wrong with some of the problems.
+
+    Args:
+        problems: To be trained on.
+        benchmarks: By name, what must not be trained on.
+        scripts: Those that problems may be written in, as :func:`script` calls them; all of them by default.
+
+    Returns:
+        By position in the list, the reason: ``conflicting answers`` (the same question elsewhere with another answer),
+        ``duplicate`` (the same question before), ``in NAME`` (a benchmark's), ``image``, or the script's name.
+    """
+    keys = [normalized(problem.problem) for problem in problems]
+    answers = defaultdict(set)
+    for key, problem in zip(keys, problems, strict=True):
+        answers[key].add(problem.answer.strip())
+    held_out = {normalized(problem.problem): name for name, some in benchmarks.items() for problem in some}
+    seen, found = set(), {}
+    for place, (key, problem) in enumerate(zip(keys, problems, strict=True)):
+        if len(answers[key]) > 1:
+            found[place] = "conflicting answers"
+        elif key in held_out:
+            found[place] = f"in {held_out[key]}"
+        elif key in seen:
+            found[place] = "duplicate"
+        elif needs_an_image(problem.problem):
+            found[place] = "image"
+        elif scripts is not None and (written := script(problem.problem)) not in scripts:
+            found[place] = written
+        seen.add(key)
+    return found

@@ -1,0 +1,15 @@
+"""Is the Hugging Face hub there? Its libraries take half a minute of retries to find out that it is not."""
+
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub.constants import ENDPOINT
+
+
+def hub_answers() -> bool:
+    """Whether the hub's name can be resolved, or a proxy may resolve it."""
+    try:
+        return bool(getproxies() or socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443))
+    except OSError:
+        return False

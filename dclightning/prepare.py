@@ -1,0 +1,57 @@
+"""``dclightning prepare``: problems to train on, without those that had better not be, and a list of what was dropped.
+
+Dropped are questions with conflicting answers, duplicates, benchmarks' own questions, and those that need an image.
+Questions are the same if their letters and digits are. Nothing is changed but what "source.remove" says.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from dclightning.data.benchmarks import load_benchmarks
+from dclightning.data.cleaning import faults
+from dclightning.data.problems import Problem, Source, load_problems
+from dclightning.errors import UserError
+
+
+def main(arguments: list[str]) -> None:
+    """Read problems, and write those that are good."""
+    parser = ArgumentParser(prog="dclightning prepare", description=__doc__, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_class_arguments(Source, "source")
+    parser.add_argument("--benchmarks", type=list[str], default=[], help="names, files, or NAME=FILE of benchmarks")
+    parser.add_argument(
+        "--scripts", type=list[str] | None, default=None, help="keep these only: latin, cjk, cyrillic, …"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines with id, problem and answer")
+    parser.add_argument(
+        "--dropped", type=Path | None, default=None, help="JSON lines of what is dropped, with the reason"
+    )
+    try:
+        options = parser.instantiate_classes(parser.parse_args(arguments[1:]))
+    except (ArgumentError, ValueError) as error:
+        raise UserError(" ".join(str(error).split())) from error
+    problems = load_problems(options.source, "source.path")
+    found = faults(problems, load_benchmarks(options.benchmarks), options.scripts)
+    kept = [problem for place, problem in enumerate(problems) if place not in found]
+    if not kept:
+        raise UserError(f"source.path={options.source.path!r}: no problem is left")
+    _write(options.output, kept, {}, "output")
+    if options.dropped is not None:
+        _write(options.dropped, [problems[place] for place in found], dict(enumerate(found.values())), "dropped")
+    for reason, count in Counter(found.values()).most_common():
+        print(f"{count:8,} dropped: {reason}", file=sys.stderr)
+    print(f"{len(kept):8,} of {len(problems):,} problems are in {options.output}", file=sys.stderr)
+
+
+def _write(path: Path, problems: list[Problem], reasons: dict[int, str], field: str) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as lines:
+            for place, problem in enumerate(problems):
+                row = {**vars(problem), **({"reason": reasons[place]} if reasons else {})}
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(f"--{field}={str(path)!r}: cannot be written ({error.strerror})") from error
