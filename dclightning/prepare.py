@@ -1,7 +1,8 @@
 """``dclightning prepare``: problems to train on, without those that had better not be, and a list of what was dropped.
 
 Dropped are questions with conflicting answers, duplicates, benchmarks' own questions, and those that need an image.
-Questions are the same if their letters and digits are. Nothing is changed but what "source.remove" says.
+Questions are the same if their letters and digits are, and their answers or their signs. Nothing is changed but what
+"source.remove" says.
 """
 
 import json

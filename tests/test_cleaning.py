@@ -7,6 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from dclightning.data.arithmetic import arithmetic_problems
 from dclightning.data.cleaning import faults, needs_an_image, normalized, script
 from dclightning.data.problems import Problem, load_problems
 
@@ -20,8 +21,15 @@ def problems(*rows):
 def test_printings_of_one_question_are_the_same():
     printings = ["Find the ﬁrst $x_1$, y!", "find the first x1 , Y", "FIND THE FIRST \\(x_{1}\\), y."]
     assert len({normalized(text) for text in printings}) == 1
-    assert normalized("x+1") == normalized("x-1")  # the price; answers would differ
     assert normalized("x1") != normalized("x2")
+
+
+def test_signs_tell_questions_with_other_answers_apart():
+    some = problems(
+        ("x^8 + 98x", "4"), ("$x^8 - 98x$", "20"), ("x^8 −98 x?", "20"), ("x^8+98x", "5"), ("2+2", "4"), ("2-2", "0")
+    )
+    assert faults(some, {}) == {0: "conflicting answers", 2: "duplicate", 3: "conflicting answers"}
+    assert set(faults(arithmetic_problems("train"), {}).values()) == {"duplicate"}  # of 2 + 2 and 2 * 2, say
 
 
 @pytest.mark.parametrize(

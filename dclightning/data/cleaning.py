@@ -8,12 +8,20 @@ from collections.abc import Mapping, Sequence
 from dclightning.data.problems import Problem
 
 _NO_WORD = re.compile(r"[\W_]+")
+# An operator behind an operand, with the numbers beside it; other hyphens join words.
+_OPERATION = re.compile(r"(?<![^\W_])([^\W_]*)[)}]*(?<=[\w)}])\s*([+*/=<>]|-(?=\s*\d))\s*(\d*)")
+_TIMES = re.compile(r"\\(?:times|cdot)|×")
 _IMAGE = re.compile(r"\[asy\]|!\[|<img|\\includegraphics|\.(?:png|jpe?g|gif|svg)\b", re.IGNORECASE)
 
 
 def normalized(text: str) -> str:
     """The letters and digits of a text, small: what two printings of one problem have in common."""
     return _NO_WORD.sub("", unicodedata.normalize("NFKC", text).lower())
+
+
+def operations(text: str) -> list[tuple[str, ...]]:
+    """The operators in a text, each with what stands before it and the number behind it."""
+    return _OPERATION.findall(_TIMES.sub("*", unicodedata.normalize("NFKC", text).replace("−", "-")))
 
 
 def needs_an_image(text: str) -> bool:
@@ -45,24 +53,31 @@ def faults(
 
     Returns:
         By position in the list, the reason: ``conflicting answers`` (the same question elsewhere with another answer),
-        ``duplicate`` (the same question before), ``in NAME`` (a benchmark's), ``image``, or the script's name.
+        ``in NAME`` (a benchmark's), ``duplicate`` (the same question before), ``image``, or the script's name. The same
+        are questions with the same letters and digits, and with the same answer or the same operations.
     """
     keys = [normalized(problem.problem) for problem in problems]
     answers = defaultdict(set)
     for key, problem in zip(keys, problems, strict=True):
         answers[key].add(problem.answer.strip())
-    held_out = {normalized(problem.problem): name for name, some in benchmarks.items() for problem in some}
-    seen, found = set(), {}
+    # Where answers differ, the operations tell whether the questions do: x + 1 and x - 1.
+    places = defaultdict(list)
     for place, (key, problem) in enumerate(zip(keys, problems, strict=True)):
-        if len(answers[key]) > 1:
-            found[place] = "conflicting answers"
-        elif key in held_out:
-            found[place] = f"in {held_out[key]}"
-        elif key in seen:
-            found[place] = "duplicate"
-        elif needs_an_image(problem.problem):
-            found[place] = "image"
-        elif scripts is not None and (written := script(problem.problem)) not in scripts:
-            found[place] = written
-        seen.add(key)
-    return found
+        places[key, str(operations(problem.problem)) if len(answers[key]) > 1 else ""].append(place)
+    held_out = {normalized(problem.problem): name for name, some in benchmarks.items() for problem in some}
+    found = {}
+    for same in places.values():
+        conflict = len({problems[place].answer.strip() for place in same}) > 1
+        for nth, place in enumerate(same):
+            text = problems[place].problem
+            if conflict:
+                found[place] = "conflicting answers"
+            elif keys[place] in held_out:
+                found[place] = f"in {held_out[keys[place]]}"
+            elif nth > 0:
+                found[place] = "duplicate"
+            elif needs_an_image(text):
+                found[place] = "image"
+            elif scripts is not None and (written := script(text)) not in scripts:
+                found[place] = written
+    return dict(sorted(found.items()))
