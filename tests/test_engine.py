@@ -9,6 +9,7 @@ from dclightning import Sampling, VLLMEngine
 from dclightning.errors import UserError
 from dclightning.models import load_policy, load_tokenizer, named_weights, resolve_model, token_logprobs
 from dclightning.packing import pack
+from dclightning.rollout.transformers import TransformersEngine
 from dclightning.rollout.types import Rollout
 from tests.helpers import TINY
 from tests.test_models import FAMILIES, saved
@@ -204,3 +205,53 @@ def test_a_float32_engine_with_another_cache_is_refused():
     engine = VLLMEngine(dtype="float32", options={"kv_cache_dtype": "bfloat16"})
     with pytest.raises(UserError, match="computes garbage"):
         engine.start(resolve_model(TINY), 64)
+
+
+@pytest.fixture(scope="module")
+def plain_engine():
+    """transformers on the same weights, in batches that do not fit groups."""
+    engine = TransformersEngine(batch_size=5)
+    engine.start(resolve_model(TINY), max_length=128)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_transformers_samples_with_the_trainers_logprobs(plain_engine, temperature):
+    model, told = load_policy(TINY), []
+    plain_engine.load_weights(named_weights(model), 3)
+    completions = plain_engine.generate(
+        PROMPTS,
+        Sampling(max_tokens=40, temperature=temperature),
+        4,
+        1,
+        lambda place, group: told.append((place, group)),
+    )
+    assert told == [(place, completions[4 * place : 4 * place + 4]) for place in range(3)]
+    rollout = as_rollout(PROMPTS, completions, 4, temperature)
+    torch.testing.assert_close(trainer_logprobs(model, rollout), rollout.rollout_logprobs, rtol=1e-4, atol=1e-4)
+    assert plain_engine.version == 3
+
+
+def test_transformers_and_vllm_agree_token_for_token_when_greedy(fp32_engine, plain_engine):
+    fp32_engine.load_weights(named_weights(load_policy(TINY)), 0)
+    sampling = Sampling(max_tokens=30, temperature=0.0)
+    ours, theirs = plain_engine.generate(PROMPTS, sampling, 1, 0), fp32_engine.generate(PROMPTS, sampling, 1, 0)
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert [c.finish_reason for c in ours] == [c.finish_reason for c in theirs]
+
+
+def test_transformers_sampling_follows_the_seed_and_stops_at_the_end_token(plain_engine):
+    tokenizer = load_tokenizer(TINY)
+    question = [{"role": "user", "content": "What is 12 + 34?"}]
+    prompt = list(tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"])
+
+    def draw(seed):
+        return plain_engine.generate([prompt], Sampling(max_tokens=60), 8, seed)
+
+    first = draw(0)
+    assert first == draw(0) != draw(1)
+    assert all(c.token_ids.index(tokenizer.eos_token_id) == len(c.token_ids) - 1 for c in first)
+    assert len({tuple(c.token_ids) for c in first}) > 1
+    top = plain_engine.generate([prompt], Sampling(max_tokens=60, top_k=1), 2, 0)
+    assert top[0] == top[1]
