@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dclightning.reference_kl import ReferenceKL
     from dclightning.rewards.math import MathReward
     from dclightning.rollout.datamodule import RolloutDataModule
+    from dclightning.rollout.transformers import TransformersEngine
     from dclightning.rollout.types import Completion, Rollout, Sampling
     from dclightning.rollout.vllm import VLLMEngine
     from dclightning.strategies import ParallelStrategy
@@ -47,6 +48,7 @@ _WHERE = {
     "SequenceTIS": "dclightning.corrections",
     "TokenMIS": "dclightning.corrections",
     "TokenTIS": "dclightning.corrections",
+    "TransformersEngine": "dclightning.rollout.transformers",
     "TrustRegionMask": "dclightning.corrections",
     "Veto": "dclightning.corrections",
     "VLLMEngine": "dclightning.rollout.vllm",
@@ -73,6 +75,7 @@ __all__ = [
     "SequenceTIS",
     "TokenMIS",
     "TokenTIS",
+    "TransformersEngine",
     "TrustRegionMask",
     "Veto",
     "VLLMEngine",

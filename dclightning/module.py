@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import get_scheduler
 
+from dclightning.accuracy import ProblemMeans
 from dclightning.advantages import AdvantageKind, advantages, soft_length_penalty
 from dclightning.corrections import Correction, check_corrections, corrected
 from dclightning.discrepancy import DiscrepancyKind, discrepancy
 from dclightning.errors import UserError, check_choice, check_type
+from dclightning.evaluation import Evaluated, measures
 from dclightning.lagrangian import penalized_advantages
 from dclightning.metrics import Discrepancy, ImportanceWeights, Means, Mismatch
-from dclightning.models import check_token_logprobs, load_policy, reshard, token_logprobs
+from dclightning.models import check_token_logprobs, load_policy, named_weights, reshard, token_logprobs
 from dclightning.optimizer import AdamW
 from dclightning.packing import Pack, micro_batches, pack
 from dclightning.phases import phases
@@ -384,49 +386,58 @@ class GRPOModule(L.LightningModule):
                 rollout.weight_version,
             )
 
-    # Evaluation of the deployed policy
+    # Evaluation of the deployed policy, and of the training policy if it is asked for
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the last evaluation."""
-        self._evaluated: dict[int, list[Tensor]] = defaultdict(list)
+        """Forget the last evaluation, and give the training policy's own engine its weights, if there is one."""
+        self._results: dict[int, list[Evaluated]] = defaultdict(list)
+        datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if datamodule.training_engine is not None:
+            datamodule.training_engine.load_weights(
+                named_weights(self.model), self.trainer.fit_loop.total_batch_idx + 1
+            )
 
-    def validation_step(self, rollout: Rollout, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Sum up the rewards of the engine's policy, and the problems with a reward of at least 1."""
-        rewards = rollout.rewards.nan_to_num(0.0).view(-1, rollout.group_size).double()
-        sums = [
-            rewards.mean(-1).sum(),
-            (rewards >= 1).any(-1).double().sum(),
-            rollout.response_lengths.double().sum() / rollout.group_size,
-            rollout.truncated.double().sum() / rollout.group_size,
-            rewards.new_tensor(float(len(rewards))),
-        ]
-        self._evaluated[dataloader_idx].append(torch.stack(sums))
+    def validation_step(self, results: list[Evaluated], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Keep what the responses to some problems are worth."""
+        self._results[dataloader_idx] += results
 
     def on_validation_epoch_end(self) -> None:
-        """Log avg@k (the mean reward), pass@k, mean length and truncated share of each benchmark."""
+        """Log what is measured on each benchmark, with intervals; with both policies, also how far they are apart."""
         phases.take()  # an evaluation is no part of a step
         stage = "test" if self.trainer.testing else "val"
         datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        k = datamodule.validation_samples
-        metrics = {}
-        for i, benchmark in enumerate(datamodule.benchmarks):
-            total = self._sum(torch.stack(self._evaluated[i]).sum(0) if self._evaluated[i] else torch.zeros(5).double())
-            names = (f"avg@{k}", f"pass@{k}", "response_length", "truncated_fraction")
-            for name, value in zip(names, total[:-1] / total[-1], strict=True):
-                metrics[f"{stage}/{benchmark}/deployed/{name}"] = value
+        metrics: dict[str, float] = {}
+        for place, (benchmark, policy) in enumerate(datamodule.evaluations):
+            k, answers = datamodule.samples[benchmark], datamodule.compares_answers
+            values = measures(self._results[place], k, answers)
+            metrics |= self._with_intervals(f"{stage}/{benchmark}/{policy}", values)
+            if policy == "training":  # each problem's own difference, right behind the deployed policy's
+                deployed = measures(self._results[place - 1], k, answers)
+                gap = {name: deployed[name] - values[name] for name in values if "@" in name}
+                metrics |= self._with_intervals(f"{stage}/{benchmark}/deployed-training", gap)
         if self.trainer.sanity_checking:  # the evaluation before the first step, which Lightning would not log
             if self.logger is not None:
-                self.logger.log_metrics({name: value.item() for name, value in metrics.items()}, step=0)
+                self.logger.log_metrics(metrics, step=0)
         else:
             self.log_dict(metrics)
+
+    def _with_intervals(self, prefix: str, values: dict[str, Tensor]) -> dict[str, float]:
+        """The means over the problems of all ranks, and the ends of their intervals."""
+        replicas, group = data_parallel_group(self.trainer.strategy)
+        means = ProblemMeans(*values, process_group=group, sync_on_compute=replicas > 1).to(self.device)
+        means.update({name: value.to(self.device) for name, value in values.items()})
+        found: dict[str, float] = {}
+        for name, (mean, low, high) in means.compute().items():
+            found |= {f"{prefix}/{name}": mean, f"{prefix}/{name}/low": low, f"{prefix}/{name}/high": high}
+        return found
 
     def on_test_epoch_start(self) -> None:
         """As for validation."""
         self.on_validation_epoch_start()
 
-    def test_step(self, rollout: Rollout, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, results: list[Evaluated], batch_idx: int, dataloader_idx: int = 0) -> None:
         """As for validation."""
-        self.validation_step(rollout, batch_idx, dataloader_idx)
+        self.validation_step(results, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:
         """As for validation."""

@@ -50,7 +50,7 @@ def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None
     table.add_column("")
     table.add_column("first", justify="right")
     table.add_column("last", justify="right")
-    evaluations = [tag for tag in scalars if tag.startswith("val/") and "/avg@" in tag]
+    evaluations = [tag for tag in scalars if tag.count("/") == 3 and tag.startswith("val/") and "/avg@" in tag]
     for tag in sorted(evaluations):
         _, benchmark, policy, metric = tag.split("/")
         _add_row(table, f"{benchmark}: {metric} of the {policy} policy", scalars[tag])

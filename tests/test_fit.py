@@ -13,10 +13,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from dclightning import AdamW, GRPOModule, Overlong, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import FixedPenalty, Histograms, LagrangianCallback, RolloutCheckpoint, WeightSync
-from dclightning.data.problems import load_problems
+from dclightning.data.problems import Problem, load_problems
 from dclightning.errors import RunStoppedError, UserError
 from dclightning.report import read_scalars
 from dclightning.rewards.format import one_box
+from dclightning.rollout.transformers import TransformersEngine
 from tests.helpers import TINY
 
 pytestmark = pytest.mark.slow
@@ -441,3 +442,33 @@ def test_what_cannot_work_is_said_before_the_engine_starts(tmp_path, data, messa
 def test_truncated_support_is_refused(field):
     with pytest.raises(ValueError, match="sampling"):
         RolloutDataModule("x", VLLMEngine(), sampling=Sampling(**field))
+
+
+def test_both_policies_are_evaluated_on_the_weights_of_now(tmp_path):
+    engine, weights = TransformersEngine(), []
+
+    class Look(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            theirs = dict(engine._model.named_parameters())
+            weights.append(all(torch.equal(p, theirs[name]) for name, p in pl_module.model.named_parameters()))
+
+    fit(tmp_path, [Look()], rollouts=2, validate=True, training_engine=engine)
+    assert weights == [True, True]  # before training and after it
+    scalars = read_scalars(tmp_path / "run")
+    for name in ("avg@2", "pass@2", "maj@2"):
+        policies = ("deployed", "training", "deployed-training")
+        deployed, training, gap = (scalars[f"val/arithmetic/{policy}/{name}"] for policy in policies)
+        assert len(deployed) == 2
+        for (_, a), (_, b), (_, c) in zip(deployed, training, gap, strict=True):
+            assert c == pytest.approx(a - b, abs=1e-6)
+        low, high = (scalars[f"val/arithmetic/deployed/{name}/{end}"][0][1] for end in ("low", "high"))
+        assert 0 <= low <= deployed[0][1] <= high <= 1
+    assert "val/arithmetic/deployed-training/response_length" not in scalars
+
+
+def test_long_prompts_are_left_out_of_the_training_and_counted(tmp_path, caplog):
+    short = load_problems("dclightning/arithmetic-train")[:8]
+    long = [Problem(f"long-{i}", "What is 1 + 1? " * 9, "2") for i in range(3)]
+    datamodule = fit(tmp_path, rollouts=2, problems=short + long, max_prompt_tokens=40)[0].trainer.datamodule
+    assert datamodule.training_problems == short
+    assert "max_prompt_tokens=40: 3 of 11 problems are left out" in caplog.text

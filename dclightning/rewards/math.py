@@ -54,7 +54,34 @@ class MathReward:
 
     def verdicts(self, golds: Sequence[str], responses: Sequence[str]) -> list[Verdict]:
         """The same for many at once."""
+        return self._compare(golds, [self.answer(response) for response in responses])
+
+    def answer_classes(self, responses: Sequence[str], right: Sequence[bool]) -> list[int]:
+        """Which of the responses to one problem give equal answers.
+
+        Args:
+            responses: To the problem.
+            right: Whether each of them is right; those that are have equal answers.
+
+        Returns:
+            The same number for equal answers; -1 for a response without an answer.
+        """
         answers = [self.answer(response) for response in responses]
+        classes: dict[str, int] = {}
+        for answer, is_right in zip(answers, right, strict=True):
+            if answer is not None and is_right:
+                classes[answer] = 0
+        left = [answer for answer in dict.fromkeys(answers) if answer is not None and answer not in classes]
+        number = 1
+        while left:
+            first, *others = left
+            verdicts = self._compare([first] * len(others), others)
+            equal = {first, *(other for other, verdict in zip(others, verdicts, strict=True) if verdict.equal)}
+            classes |= dict.fromkeys(equal, number)
+            left, number = [answer for answer in others if answer not in equal], number + 1
+        return [-1 if answer is None else classes[answer] for answer in answers]
+
+    def _compare(self, golds: Sequence[str], answers: Sequence[str | None]) -> list[Verdict]:
         verdicts = [_at_once(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
         left = [i for i, verdict in enumerate(verdicts) if verdict is None]
         found = self._workers.map(judge, [(golds[i], answers[i], self.conventions) for i in left]) if left else []

@@ -1,5 +1,6 @@
 """Problems in, rollouts out: the loader generates when the trainer asks, with the weights of that moment."""
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,16 +10,20 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dclightning.advantages import advantages, check_group_size
-from dclightning.data.problems import Problem, load_problems
+from dclightning.data.benchmarks import BENCHMARKS
+from dclightning.data.problems import Problem, Source, load_problems
 from dclightning.errors import RunStoppedError, UserError
+from dclightning.evaluation import Evaluated, evaluated
 from dclightning.models import load_tokenizer, longest_context, resolve_model
-from dclightning.phases import phases
 from dclightning.rewards.math import MathReward
 from dclightning.rewards.scoring import OnError, Reward, Scorer, reward_name
 from dclightning.rollout.engine import RolloutEngine
-from dclightning.rollout.types import Completion, Rollout, Sampling
-from dclightning.seeds import derive_seed, seed_all
+from dclightning.rollout.responses import encode_prompt, respond
+from dclightning.rollout.types import Rollout, Sampling
+from dclightning.seeds import derive_seed
 from dclightning.strategies import data_parallel_reduce
+
+log = logging.getLogger(__name__)
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -28,7 +33,8 @@ class RolloutDataModule(L.LightningDataModule):
     next epoch's order.
 
     Args:
-        problems: A JSONL file, the name of problems that ship with the package, or a list.
+        problems: To train on: a file, a dataset of the hub or what ships with the package, alone or with the names of
+            its fields; or a list.
         engine: Samples the responses.
         reward: Scores them: an object such as ``MathReward()``, or a function, plain or async, of problems and
             completions.
@@ -42,19 +48,24 @@ class RolloutDataModule(L.LightningDataModule):
             sibling is better than another; 0 keeps such groups. If some are left after the last try, the run stops.
         sampling: How training responses are drawn. Truncated support (top_p, top_k, min_p) and temperature 0 are
             refused, because the trainer could not compute the sampled tokens' true probabilities.
-        validation_problems: For each benchmark's name, its problems.
+        validation_problems: By name, what to evaluate on: problems as above, or the name of a benchmark.
         validation_reward: Scores the responses to them; by default ``reward``.
         validation_sampling: How validation responses are drawn.
-        validation_samples: Responses to each validation problem, k of avg@k.
+        validation_samples: Responses to each validation problem, k of avg@k. By default what the paper has for the
+            benchmark, and 1 for others.
         validation_limit: Use only so many problems of each benchmark.
         system_prompt: Goes before each problem as a system message.
         prompt_template: Turns a problem into the user's message; ``{problem}`` stands for it.
+        chat_template_options: What the tokenizer's chat template takes besides, such as ``enable_thinking``.
+        max_prompt_tokens: Leave out problems to train on whose prompts are longer.
+        training_engine: Samples responses to the validation problems from the training policy, too, such as
+            ``TransformersEngine()``, so that the gap to the deployed one can be seen.
         seed: Decides the order of the problems and every sampled token.
     """
 
     def __init__(
         self,
-        problems: str | list[Problem],
+        problems: str | Source | list[Problem],
         engine: RolloutEngine,
         reward: Reward = MathReward(),
         extra_rewards: dict[str, Reward] | None = None,
@@ -64,13 +75,16 @@ class RolloutDataModule(L.LightningDataModule):
         group_size: int = 8,
         dynamic_sampling: int = 0,
         sampling: Sampling = Sampling(),
-        validation_problems: dict[str, str] | None = None,
+        validation_problems: dict[str, str | Source] | None = None,
         validation_reward: Reward | None = None,
         validation_sampling: Sampling = Sampling(max_tokens=32768, temperature=0.7),
-        validation_samples: int = 1,
+        validation_samples: int | None = None,
         validation_limit: int | None = None,
         system_prompt: str | None = None,
         prompt_template: str = "{problem}",
+        chat_template_options: dict[str, Any] | None = None,
+        max_prompt_tokens: int | None = None,
+        training_engine: RolloutEngine | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -82,11 +96,11 @@ class RolloutDataModule(L.LightningDataModule):
             raise ValueError(f"dynamic_sampling={dynamic_sampling}: must not be negative")
         if dynamic_sampling and group_size < 2:
             raise ValueError(f"dynamic_sampling={dynamic_sampling}: groups of 1 are all alike; set it to 0")
-        if validation_samples < 1:
+        if validation_samples is not None and validation_samples < 1:
             raise ValueError(f"validation_samples={validation_samples}: must be at least 1")
         if validation_limit is not None and validation_limit < 1:
             raise ValueError(f"validation_limit={validation_limit}: must be at least 1")
-        if validation_samples > 1 and validation_sampling.temperature == 0:
+        if (validation_samples or 0) > 1 and validation_sampling.temperature == 0:
             raise ValueError(
                 f"validation_samples={validation_samples}: at temperature 0 all samples are the same; use 1"
             )
@@ -117,6 +131,9 @@ class RolloutDataModule(L.LightningDataModule):
         self.validation_limit = validation_limit
         self.system_prompt = system_prompt
         self.prompt_template = prompt_template
+        self.chat_template_options = chat_template_options
+        self.max_prompt_tokens = max_prompt_tokens
+        self.training_engine = training_engine
         self.seed = seed
         self.step = 0
         """Rollouts drawn so far: with the seed, all there is to know about where in the data the run stands."""
@@ -126,13 +143,17 @@ class RolloutDataModule(L.LightningDataModule):
         trainer: Any = self.trainer
         model = trainer.lightning_module.model_name
         self.tokenizer = load_tokenizer(model)
-        self.benchmarks = {
-            name: load_problems(source, f"validation_problems.{name}")[: self.validation_limit]
-            for name, source in self.validation_problems.items()
-        }
+        self.benchmarks: dict[str, list[Problem]] = {}
+        self.samples: dict[str, int] = {}
+        for name, source in self.validation_problems.items():
+            known = BENCHMARKS.get(source) if isinstance(source, str) else None
+            problems = load_problems(known.source if known else source, f"validation_problems.{name}")
+            self.benchmarks[name] = problems[: self.validation_limit]
+            self.samples[name] = self.validation_samples or (known.samples if known else 1)
+        self.compares_answers = hasattr(self.validation_scorer.rewards["validation"], "answer_classes")
         longest = max((self._longest(p, self.validation_sampling) for p in self.benchmarks.values()), default=0)
         if stage == "fit":
-            self.training_problems = load_problems(self.problems)
+            self.training_problems = self._short_enough(load_problems(self.problems))
             if len(self.training_problems) < self.prompts_per_step:
                 raise UserError(
                     f"prompts_per_step={self.prompts_per_step}: problems={self.problems!r} "
@@ -157,6 +178,8 @@ class RolloutDataModule(L.LightningDataModule):
                 f"max_tokens: the longest prompt and response make {longest} tokens, model={model!r} takes {limit}"
             )
         self.engine.start(resolve_model(model), longest)
+        if self.training_engine is not None:
+            self.training_engine.start(resolve_model(model), longest)
 
     def train_dataloader(self) -> "RolloutLoader":
         """Rollouts from where the run stands to the end of the epoch."""
@@ -170,12 +193,22 @@ class RolloutDataModule(L.LightningDataModule):
         return RolloutLoader(rollouts, per_epoch)
 
     def val_dataloader(self) -> list["RolloutLoader"]:
-        """For each benchmark, rollouts of about the size of a training rollout."""
-        return [self._benchmark_loader(name, problems) for name, problems in self.benchmarks.items()]
+        """For each benchmark and policy the problems with their responses, as many at a time as a rollout has."""
+        return [self._benchmark_loader(benchmark, policy) for benchmark, policy in self.evaluations]
+
+    @property
+    def evaluations(self) -> list[tuple[str, str]]:
+        """The benchmark and the policy of each validation loader."""
+        policies = ["deployed"] if self.training_engine is None else ["deployed", "training"]
+        return [(benchmark, policy) for benchmark in self.benchmarks for policy in policies]
 
     def test_dataloader(self) -> list["RolloutLoader"]:
         """The same as for validation."""
         return self.val_dataloader()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move rollouts; what evaluations are made of has no tensors."""
+        return batch.to(device) if isinstance(batch, Rollout) else batch
 
     def next_rollout(self) -> Rollout:
         """Draw this rank's share of the next training step's rollout."""
@@ -190,7 +223,7 @@ class RolloutDataModule(L.LightningDataModule):
         seed = derive_seed(self.seed, "rollout", self.step, self._rank)
         stopped: RunStoppedError | None = None
         try:
-            rollout = self.draw(problems, self.scorer, self.sampling, self.group_size, seed)
+            rollout = self.draw(problems, self.sampling, self.group_size, seed)
             if self.dynamic_sampling:
                 others = order[: index * self.prompts_per_step] + order[(index + 1) * self.prompts_per_step :]
                 rollout = self._redraw(rollout, others if len(others) >= self.prompts_per_step else order)
@@ -212,7 +245,7 @@ class RolloutDataModule(L.LightningDataModule):
                 break
             seed = derive_seed(self.seed, "redraw", self.step, attempt, self._rank)
             picks = random.Random(seed).sample(others, k=len(alike))
-            fresh = self.draw([self.training_problems[i] for i in picks], self.scorer, self.sampling, size, seed)
+            fresh = self.draw([self.training_problems[i] for i in picks], self.sampling, size, seed)
             groups = list(range(len(differ)))
             for n, group in enumerate(alike):
                 groups[group] = len(differ) + n
@@ -225,22 +258,12 @@ class RolloutDataModule(L.LightningDataModule):
             )
         return rollout
 
-    def draw(self, problems: list[Problem], scorer: Scorer, sampling: Sampling, group_size: int, seed: int) -> Rollout:
+    def draw(self, problems: list[Problem], sampling: Sampling, group_size: int, seed: int) -> Rollout:
         """Sample and score ``group_size`` responses to each problem."""
-        # Rewards and callbacks may use the global generators: from here on they, too, depend on the seed alone.
-        seed_all(seed)
         prompts = [self.encode(problem) for problem in problems]
-
-        def finished(place: int, group: list[Completion]) -> None:
-            texts = self.tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
-            for completion, text in zip(group, texts, strict=True):
-                completion.text = text
-            scorer.begin(place, problems[place], group)
-
-        with phases("rollout"):
-            completions = self.engine.generate(prompts, sampling, group_size, seed, finished)
-        with phases("reward"):
-            scores = scorer.finish([p for p in problems for _ in range(group_size)], completions)
+        completions, scores = respond(
+            self.engine, self.tokenizer, problems, prompts, self.scorer, sampling, group_size, seed
+        )
         prompts = [ids for ids in prompts for _ in range(group_size)]
         return Rollout(
             token_ids=torch.tensor(
@@ -261,15 +284,9 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def encode(self, problem: Problem) -> list[int]:
-        """The prompt's token ids, through the chat template if the tokenizer has one."""
-        text = self.prompt_template.replace("{problem}", problem.problem)
-        if self.tokenizer.chat_template is None:
-            encoded = self.tokenizer(f"{self.system_prompt}\n{text}" if self.system_prompt else text)
-        else:
-            messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-            messages.append({"role": "user", "content": text})
-            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        return list(encoded["input_ids"])
+        """The token ids that a problem is asked with."""
+        options = self.chat_template_options
+        return encode_prompt(self.tokenizer, problem, self.system_prompt, self.prompt_template, options)
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the data the run stands; the same on every rank."""
@@ -282,6 +299,8 @@ class RolloutDataModule(L.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Shut the engine down, and what the rewards have started."""
         self.engine.close()
+        if self.training_engine is not None:
+            self.training_engine.close()
         self.scorer.close()
         self.validation_scorer.close()
 
@@ -295,18 +314,33 @@ class RolloutDataModule(L.LightningDataModule):
         if trainer.received_sigterm and trainer.world_size == 1:
             raise SIGTERMException
 
-    def _benchmark_loader(self, name: str, problems: list[Problem]) -> "RolloutLoader":
-        mine = problems[self._rank :: self._replicas]
-        size = max(1, self.prompts_per_step * self.group_size // self._replicas // self.validation_samples)
+    def _benchmark_loader(self, name: str, policy: str) -> "RolloutLoader":
+        mine, samples = self.benchmarks[name][self._rank :: self._replicas], self.samples[name]
+        size = max(1, self.prompts_per_step * self.group_size // self._replicas // samples)
         chunks = [mine[i : i + size] for i in range(0, len(mine), size)]
+        scorer = self.validation_scorer
 
-        def rollouts() -> Iterator[Rollout]:
+        def responses() -> Iterator[list[Evaluated]]:
+            engine: Any = self.engine if policy == "deployed" else self.training_engine
             for i, chunk in enumerate(chunks):
                 # The same seed each time: two evaluations differ by the policy, not by luck.
                 seed = derive_seed(self.seed, "validation", name, i, self._rank)
-                yield self.draw(chunk, self.validation_scorer, self.validation_sampling, self.validation_samples, seed)
+                prompts, sampling = [self.encode(problem) for problem in chunk], self.validation_sampling
+                found = respond(engine, self.tokenizer, chunk, prompts, scorer, sampling, samples, seed)
+                yield evaluated(chunk, *found, scorer.rewards["validation"])
 
-        return RolloutLoader(rollouts, len(chunks))
+        return RolloutLoader(responses, len(chunks))
+
+    def _short_enough(self, problems: list[Problem]) -> list[Problem]:
+        if self.max_prompt_tokens is None:
+            return problems
+        short = [problem for problem in problems if len(self.encode(problem)) <= self.max_prompt_tokens]
+        if len(short) < len(problems):
+            longer = len(problems) - len(short)
+            log.warning(
+                "max_prompt_tokens=%d: %d of %d problems are left out", self.max_prompt_tokens, longer, len(problems)
+            )
+        return short
 
     def _longest(self, problems: list[Problem], sampling: Sampling) -> int:
         return max(len(self.encode(problem)) for problem in problems) + sampling.max_tokens
@@ -327,17 +361,17 @@ class RolloutDataModule(L.LightningDataModule):
 
 
 class RolloutLoader:
-    """Rollouts, drawn one at a time when they are asked for.
+    """Rollouts, or what evaluations are made of, drawn one at a time when they are asked for.
 
     It has a length because Lightning fetches one batch ahead from loaders without: that one would have been sampled
     with stale weights.
     """
 
-    def __init__(self, rollouts: Callable[[], Iterator[Rollout]], length: int) -> None:
+    def __init__(self, rollouts: Callable[[], Iterator[Any]], length: int) -> None:
         self.rollouts = rollouts
         self.length = length
 
-    def __iter__(self) -> Iterator[Rollout]:
+    def __iter__(self) -> Iterator[Any]:
         return self.rollouts()
 
     def __len__(self) -> int:
