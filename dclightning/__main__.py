@@ -9,6 +9,7 @@ COMMANDS = {
     "fit": ("dclightning.cli", "train a policy"),
     "validate": ("dclightning.cli", "evaluate the deployed policy on the validation problems"),
     "test": ("dclightning.cli", "the same, under the test names"),
+    "evaluate": ("dclightning.evaluate", "measure policies on benchmarks, as they are deployed"),
     "prepare": ("dclightning.prepare", "drop the problems that had better not be trained on"),
     "score": ("dclightning.score", "judge the answers of responses in a file"),
     "toy": ("dclightning.toy", "show what the three discrepancies do to a policy of a few actions"),
@@ -46,6 +47,7 @@ def main() -> None:
     except UserError as error:
         sys.exit(_complain(f"{arguments[0]}: {error}"))
     except KeyboardInterrupt:
+        print("dclightning: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

@@ -97,7 +97,7 @@ class DCLightningCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, OSError, ImportError, RuntimeError, MisconfigurationException) as error:
-            raise UserError(_one_line(error)) from error
+            raise UserError(one_line(error)) from error
         _write_log(self.chatter, self.trainer.log_dir if self.subcommand == "fit" else None)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
@@ -132,7 +132,7 @@ class DCLightningCLI(LightningCLI):
         except (ValueError, OSError, MisconfigurationException) as error:
             log.debug("Failed", exc_info=True)
             if isinstance(error, UserError) or self.trainer.fit_loop.total_batch_idx < 0:
-                raise UserError(_one_line(error)) from error
+                raise UserError(one_line(error)) from error
             raise
         except SIGTERMException:
             sys.exit(128 + signal.SIGTERM)
@@ -142,7 +142,7 @@ class DCLightningCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say where everything is."""
-        if self.trainer.is_global_zero and "train/reward" not in self.trainer.callback_metrics:
+        if self.trainer.is_global_zero and "train/loss" not in self.trainer.callback_metrics:
             print("Nothing was left to train; a larger --trainer.max_epochs continues the run")
         if self.trainer.is_global_zero and self.trainer.log_dir:
             print(f"The run is in {os.path.relpath(self.trainer.log_dir)}")
@@ -150,11 +150,11 @@ class DCLightningCLI(LightningCLI):
 
 def main(arguments: list[str]) -> None:
     """Run a subcommand with its options."""
-    chatter = _catch_logs()
+    chatter = catch_logs()
     try:
         DCLightningCLI(arguments, chatter)
     except ArgumentError as error:
-        raise UserError(_one_line(error).replace('"<unicode string>"', _broken_config(arguments))) from error
+        raise UserError(one_line(error).replace('"<unicode string>"', _broken_config(arguments))) from error
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -212,7 +212,7 @@ def _newest_checkpoint(logger: Any) -> Path:
     return found[-1]
 
 
-def _catch_logs() -> MemoryHandler:
+def catch_logs() -> MemoryHandler:
     """Keep what libraries have to say off the terminal; our own warnings stay on it."""
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM then logs like any other library
     from transformers.utils.logging import disable_progress_bar
@@ -259,9 +259,11 @@ def _broken_config(arguments: list[str]) -> str:
     return "the options"
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says, without what only the parser's authors need."""
     message = " ".join(str(error).split())
     message = re.sub(r"Type collections\.abc\.Callable\S*.*? expects a function or a callable class: ", "", message)
+    message = re.sub(r"\.? Got value: NestedArg\(.*\)$", "", message)
     # The parser takes the name of a class that it does not know for a file.
     if unknown := re.search(
         r'"([\w.]+)": - Expected a path but (\S+) either not accessible or invalid - (.*)', message

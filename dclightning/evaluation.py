@@ -9,67 +9,82 @@ from torch import Tensor
 
 from dclightning.accuracy import avg_at_k, maj_at_k, pass_at_k
 from dclightning.data.problems import Problem
-from dclightning.rewards.scoring import Reward, Scores
+from dclightning.rewards.scoring import Scores
 from dclightning.rollout.types import Completion
 
 
 @dataclass
+class Response:
+    """One response, and what it is worth."""
+
+    text: str
+    tokens: int
+    """How many it has, the end-of-sequence token included."""
+    truncated: bool
+    reward: float
+    """At least 1 is right; 0 also where it could not be scored."""
+    answer: str | None = None
+    """What was compared, if there is an answer and the reward compares answers."""
+    answer_class: int = -1
+    """The same number for equal answers to a problem; -1 where there is none."""
+
+
+@dataclass
 class Evaluated:
-    """A problem, a policy's k responses to it, and what they are worth."""
+    """A problem and a policy's k responses to it."""
 
     problem: Problem
-    completions: list[Completion]
-    rewards: list[float]
-    """NaN for a response that could not be scored; at least 1 is right."""
-    classes: list[int] | None
-    """Equal answers have the same number, responses without one -1; None if the reward does not compare answers."""
+    responses: list[Response]
+
+
+def compares_answers(reward: Any) -> bool:
+    """Whether a reward can tell which answers are equal, as ``MathReward`` can, so that there is a majority."""
+    return hasattr(reward, "answer_classes")
 
 
 def evaluated(
-    problems: Sequence[Problem], completions: Sequence[Completion], scores: Scores, reward: Reward
+    problems: Sequence[Problem], completions: Sequence[Completion], scores: Scores, reward: Any
 ) -> list[Evaluated]:
-    """The responses to each problem, which stand side by side, with their rewards and which answers are equal.
+    """The responses to each problem with their rewards and answers.
 
     Args:
         problems: P of them.
-        completions: k to each, (P k).
+        completions: k to each, side by side, (P k).
         scores: Of the completions.
-        reward: What gave them; answers are compared if it has ``answer_classes``, as ``MathReward`` has.
+        reward: What gave them.
     """
     k = len(completions) // len(problems)
-    rewards, found = scores.total.tolist(), []
-    for place, problem in enumerate(problems):
-        mine = slice(place * k, (place + 1) * k)
-        some: Any = getattr(reward, "answer_classes", None)
-        classes = some([c.text for c in completions[mine]], [r >= 1 for r in rewards[mine]]) if some else None
-        found.append(Evaluated(problem, list(completions[mine]), rewards[mine], classes))
+    responses = [
+        Response(completion.text, len(completion.token_ids), completion.finish_reason == "length", score)
+        for completion, score in zip(completions, scores.total.nan_to_num(0.0).tolist(), strict=True)
+    ]
+    found = [Evaluated(problem, responses[i * k : (i + 1) * k]) for i, problem in enumerate(problems)]
+    if compares_answers(reward):
+        for result in found:
+            texts, right = [r.text for r in result.responses], [r.reward >= 1 for r in result.responses]
+            for response, answer_class in zip(result.responses, reward.answer_classes(texts, right), strict=True):
+                response.answer, response.answer_class = reward.answer(response.text), answer_class
     return found
 
 
-def measure_names(k: int, answers: bool) -> tuple[str, ...]:
-    """What is measured on k responses to a problem, and whether answers are compared."""
-    return (f"avg@{k}", f"pass@{k}", *([f"maj@{k}"] if answers else []), "response_length", "truncated_fraction")
-
-
-def measures(results: Sequence[Evaluated], k: int, answers: bool) -> dict[str, Tensor]:
-    """Of each problem: avg@k, pass@k, maj@k if answers are compared, mean length in tokens, and truncated share.
+def measures(results: Sequence[Evaluated], k: int, majority: bool) -> dict[str, Tensor]:
+    """Of each problem: avg@k, pass@k, maj@k, the mean length in tokens, and the share of truncated responses.
 
     Args:
         results: For P problems; there may be none.
         k: Responses to each.
-        answers: Whether answers were compared.
+        majority: Whether answers were compared, without which there is no maj@k.
 
     Returns:
         By name, (P,) float64 each.
     """
 
-    def table(values: list[Any], dtype: torch.dtype) -> Tensor:
+    def table(field: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        values = [[getattr(response, field) for response in result.responses] for result in results]
         return torch.tensor(values, dtype=dtype).reshape(len(results), k)
 
-    rewards = table([result.rewards for result in results], torch.float64).nan_to_num(0.0)
-    correct = rewards >= 1
-    lengths = table([[len(c.token_ids) for c in result.completions] for result in results], torch.float64)
-    truncated = table([[c.finish_reason == "length" for c in result.completions] for result in results], torch.float64)
-    classes = [maj_at_k(correct, table([result.classes for result in results], torch.int64))] if answers else []
-    found = [avg_at_k(rewards), pass_at_k(correct, k), *classes, lengths.mean(-1), truncated.mean(-1)]
-    return dict(zip(measure_names(k, answers), found, strict=True))
+    correct = table("reward") >= 1
+    found = {f"avg@{k}": avg_at_k(table("reward")), f"pass@{k}": pass_at_k(correct, k)}
+    if majority:
+        found[f"maj@{k}"] = maj_at_k(correct, table("answer_class", torch.int64))
+    return {**found, "response_length": table("tokens").mean(-1), "truncated_fraction": table("truncated").mean(-1)}

@@ -408,11 +408,11 @@ class GRPOModule(L.LightningModule):
         datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         metrics: dict[str, float] = {}
         for place, (benchmark, policy) in enumerate(datamodule.evaluations):
-            k, answers = datamodule.samples[benchmark], datamodule.compares_answers
-            values = measures(self._results[place], k, answers)
+            k, majority = datamodule.samples[benchmark], datamodule.has_majorities
+            values = measures(self._results[place], k, majority)
             metrics |= self._with_intervals(f"{stage}/{benchmark}/{policy}", values)
             if policy == "training":  # each problem's own difference, right behind the deployed policy's
-                deployed = measures(self._results[place - 1], k, answers)
+                deployed = measures(self._results[place - 1], k, majority)
                 gap = {name: deployed[name] - values[name] for name in values if "@" in name}
                 metrics |= self._with_intervals(f"{stage}/{benchmark}/deployed-training", gap)
         if self.trainer.sanity_checking:  # the evaluation before the first step, which Lightning would not log

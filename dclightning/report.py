@@ -54,7 +54,9 @@ def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None
     for tag in sorted(evaluations):
         _, benchmark, policy, metric = tag.split("/")
         _add_row(table, f"{benchmark}: {metric} of the {policy} policy", scalars[tag])
-    for label, tag in ROWS.items():
+    parts = [tag for tag in scalars if tag.startswith("reward/") and tag not in ("reward/timeouts", "reward/errors")]
+    of_parts = {f"mean {tag.removeprefix('reward/')}": tag for tag in parts} if len(parts) > 1 else {}
+    for label, tag in (ROWS | of_parts).items():
         if tag in scalars:
             _add_row(table, label, scalars[tag])
     console = Console(soft_wrap=True)

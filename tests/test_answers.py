@@ -25,6 +25,12 @@ from dclightning.rewards.answers import last_boxed, last_number
         (r"\fbox{42}", "42"),
         (r"\boxed {42}", "42"),
         (r"\\boxed{42}", "42"),
+        (r"so \boxed 5.", "5"),
+        (r"\boxed -1/2 or", "-1/2"),
+        (r"\boxed42", "42"),
+        (r"\boxed C.", "C"),
+        (r"\boxed{1} and \boxed 2 and \boxed{", "2"),
+        (r"\boxed This is it", None),
         # A brace with a backslash is a character, and no brace.
         (r"\boxed{f(x) = \left\{ 1 \right.}", r"f(x) = \left\{ 1 \right."),
         (r"\boxed{\begin{pmatrix} 1 \\{} 2 \end{pmatrix}}", r"\begin{pmatrix} 1 \\{} 2 \end{pmatrix}"),

@@ -408,9 +408,7 @@ def test_a_reward_that_fails_stops_the_run_with_a_checkpoint(tmp_path):
             raise OSError("the disk is full")
         return [float(len(c.token_ids)) for c in completions]
 
-    with pytest.raises(
-        RunStoppedError, match="reward breaks_later: OSError: the disk is full, on a response to problem"
-    ):
+    with pytest.raises(RunStoppedError, match="reward breaks_later: OSError: the disk is full"):
         fit(tmp_path, [RolloutCheckpoint()], rollouts=4, reward=breaks_later)
     assert torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["RolloutDataModule"] == {"step": 2}
 

@@ -3,7 +3,7 @@ import pickle
 import random
 import resource
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,21 @@ def test_the_verdict_is_the_same_from_a_thread_and_from_a_process(reward):
             there = pool.starmap(calls.verdict_in_this_process, [(reward, *pair) for pair in SOME])
             assert there == here
     assert reward.verdicts(*zip(*SOME, strict=True)) == here
+
+
+def test_processes_that_used_a_reward_end():
+    assert calls.verdict_of_the_shared_reward(*SOME[0])
+    for method in ("spawn", "fork"):
+        context = multiprocessing.get_context(method)
+        process = context.Process(target=calls.verdict_of_the_shared_reward, args=SOME[0])
+        process.start()
+        process.join(timeout=60)
+        assert process.exitcode == 0
+        with ProcessPoolExecutor(2, mp_context=context) as pool:
+            assert list(pool.map(calls.verdict_of_the_shared_reward, *zip(*SOME[:4], strict=True))) == [True] * 3 + [
+                False
+            ]
+    calls.shared.close()
 
 
 def test_it_scores_a_batch_in_order(reward):

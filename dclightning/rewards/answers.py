@@ -3,7 +3,10 @@
 import re
 
 # A backslash before a brace makes it a character; two backslashes break a line, if they do not start a box.
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\(?!boxed|fbox)|\\[{}]|[{}]")
+# A box without braces, as in \boxed 5, holds a number or a letter.
+_BRACE = re.compile(
+    r"\\(?:boxed|fbox)\s*(\{|-?\d+(?:[.,/]\d+)*|(?<=\s)[A-Z](?![A-Za-z]))|\\\\(?!boxed|fbox)|\\[{}]|[{}]"
+)
 # A number that no name, exponent or subscript ends in: not the 2 of H2, m^2, x_2.
 _NUMBER = re.compile(
     r"(?<![A-Za-z\d.^_])(?<![\^_]\{)(?<![\^_]-)(?<![\^_]\{-)"
@@ -28,8 +31,10 @@ def last_boxed(response: str) -> str | None:
                 last = (start, brace.start())
         elif text == "{":
             opened.append(None)
-        elif len(text) > 2:
+        elif brace[1] == "{":
             opened.append(brace.end())
+        elif brace[1] and (last is None or brace.start() > last[0]):
+            last = brace.span(1)
     return None if last is None else response[slice(*last)]
 
 

@@ -228,7 +228,7 @@ class _Reader:
         """The value of the whole formula."""
         found = self.terms()
         if self.ahead:
-            raise UnreadableError(repr(self.ahead[:20]))
+            raise UnreadableError(repr(self.ahead[:20]) if self.ahead else "it ends too early")
         return found
 
     @property
@@ -340,7 +340,7 @@ class _Reader:
             return self.series(piece)
         if piece in _functions():
             return self.function(piece)
-        raise UnreadableError(repr(piece[:20]))
+        raise UnreadableError(repr(piece[:20]) if piece else "it ends too early")
 
     def numeral(self, piece: str) -> Fraction:
         """A decimal number."""

@@ -109,7 +109,7 @@ def _judge(gold: str, answer: str, conventions: Conventions, depth: int) -> Verd
     if not gold or not answer:
         return _different("empty")
     if tokens(gold) == tokens(answer):
-        return _same("same text" if depth == 0 else "same text inside")
+        return _same("same text" if depth == 0 else "the same, written otherwise")
     if depth > _DEEPEST:
         return _different("too deep to compare")
     for reading in _READINGS:
@@ -266,7 +266,7 @@ def _times(gold: str, answer: str, conventions: Conventions, depth: int) -> Verd
     one, other = split(gold, ":"), split(answer, ":")
     if len(one) == len(other) == 1:
         return None
-    if {len(one), len(other)} == {1, 2}:
+    if {len(one), len(other)} <= {1, 2}:
         quotients = [f"({found[0]})/({found[1]})" if len(found) == 2 else found[0] for found in (one, other)]
         return _judge(quotients[0], quotients[1], conventions, depth)
     return _match(one, other, conventions, depth, ordered=True)

@@ -95,6 +95,8 @@ _BUILDER = re.compile(
 # Digits in threes, with a space between that is none: 10\,000 and 10,\!000.
 _THIN_SPACE = re.compile(r"(?<=[\d,])\\[,!]\s*(?=\d{3})")
 _BRACED_SIGN = re.compile(r"(?<!\\)\{\s*([,:])\s*\}")
+# Digits that go on for ever: 0.1666...
+_REPEATED = re.compile(r"(\.\d*?)(\d)\2{2,}(?:\.\.\.|…|\\[lc]?dots(?![A-Za-z]))")
 _SPACED = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+")
 _STYLED = re.compile(
     r"\\(text\w*|mbox|hbox|math(?:rm|bf|it|sf|tt|up)|operatorname\*?|boldsymbol|bm)\s*"
@@ -135,6 +137,7 @@ def clean(answer: str) -> str:
     if r"\begin" not in text:  # where it starts no row, a doubled backslash is one too many
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = _BARE_ROOT.sub(r"\\sqrt{\1}", _THIN_SPACE.sub("", text))
+    text = _REPEATED.sub(r"\1\\overline{\2}", text)
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", _ROW_SPACE.sub(r"\\\\", text))
     text = _PRIME.sub(lambda m: "'" * max(1, (m[1] or "").count("prime")), _DEGREE.sub("°", text))
     text = _COMMAND.sub(lambda m: _SPELLINGS.get(m[0], m[0]), _INVISIBLE.sub("", text))

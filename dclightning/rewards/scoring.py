@@ -5,9 +5,11 @@ import inspect
 import logging
 import math
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -100,12 +102,14 @@ class Scorer:
             whole = [(0, list(problems), list(completions), None)]
             chunks = sorted(begun.get(name, whole), key=lambda chunk: chunk[0])
             values: list[float] = []
-            failures: list[tuple[str, Exception]] = []
+            failures: list[tuple[str, BaseException]] = []
             for _, asked, given, future in chunks:
                 values += self._scored(name, reward, asked, given, future, failures)
             self._report(name, failures, len(completions))
             failed += len(failures)
             parts[name] = torch.tensor(values)
+        if all(part.isnan().all() for part in parts.values()):
+            log.warning("No response was scored: %s gave None for all of them", " and ".join(parts))
         weighted = [weight * parts[name] for name, weight in self.weights.items() if weight]
         return Scores(
             total=torch.stack(weighted).sum(0),
@@ -133,26 +137,24 @@ class Scorer:
         problems: list[Problem],
         completions: list[Completion],
         future: Future[Any] | None,
-        failures: list[tuple[str, Exception]],
+        failures: list[tuple[str, BaseException]],
     ) -> list[float]:
         """What a reward gives to each completion, NaN for nothing; adds to the failures."""
         try:
             values = self._result(reward(problems, completions)) if future is None else future.result()
-            if len(values) != len(completions):
-                raise _LengthError(f"returned {len(values)} rewards for {len(completions)} completions")
-            return [_number(value) for value in values]
-        except Exception as error:
-            if len(completions) > 1 and not isinstance(error, _LengthError):  # who was it?
+            return _numbers(values, len(completions))
+        except (Exception, SystemExit) as error:
+            if len(completions) > 1 and not isinstance(error, _NoListError):  # who was it?
                 pairs = zip(problems, completions, strict=True)
                 return [self._scored(name, reward, [p], [c], None, failures)[0] for p, c in pairs]
             failures += [(problem.id, error) for problem in problems]
             return [math.nan] * len(problems)
 
-    def _report(self, name: str, failures: list[tuple[str, Exception]], count: int) -> None:
+    def _report(self, name: str, failures: list[tuple[str, BaseException]], count: int) -> None:
         if not failures:
             return
         problem, error = failures[0]
-        message = f"reward {name}: {type(error).__name__}: {error}, on a response to problem {problem!r}"
+        message = f"reward {name}: {_described(error)}, on a response to problem {problem!r}"
         if self.on_error == "stop" or len(failures) == count:
             raise RunStoppedError(message) from error
         log.warning("%s (%d of %d responses are not scored)", message, len(failures), count)
@@ -191,17 +193,40 @@ def _stop(loop: asyncio.AbstractEventLoop) -> None:
     loop.call_soon(loop.stop)
 
 
-class _LengthError(ValueError):
-    """A reward gave more or fewer numbers than there were completions."""
+class _NoListError(Exception):
+    """A reward gave no list, or one that is too long or too short."""
+
+
+class _NoNumberError(Exception):
+    """A reward gave something in place of a number."""
+
+
+def _numbers(values: Any, count: int) -> list[float]:
+    """As many numbers as there are completions; NaN for None."""
+    if isinstance(values, str | bytes | dict | set) or not hasattr(values, "__len__"):
+        raise _NoListError(f"returned a {type(values).__name__}; must be a list of numbers")
+    if len(values) != count:
+        raise _NoListError(f"returned {len(values)} rewards for {count} completions")
+    return [_number(value) for value in values]
 
 
 def _number(value: Any) -> float:
-    """Of a Python, numpy or torch scalar; NaN for None."""
+    """Of a Python, NumPy or torch scalar."""
     if value is None:
         return math.nan
-    if isinstance(value, str | bytes):
-        raise TypeError(f"gave {value!r}; must be a number, or None")
-    number = float(value)
+    try:
+        number = math.inf if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.inf
     if math.isinf(number):
-        raise ValueError(f"gave {number}; must be finite, or None")
+        raise _NoNumberError(f"gave {value!r}; must be a finite number, or None")
     return number
+
+
+def _described(error: BaseException) -> str:
+    """What went wrong, and where in the reward's own code."""
+    if isinstance(error, _NoListError | _NoNumberError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -1,6 +1,7 @@
 r"""How a cleaned answer is built: of parts, in brackets, of rows, of sides."""
 
 import re
+from fractions import Fraction
 from itertools import pairwise
 
 from dclightning.rewards import arithmetic
@@ -108,7 +109,7 @@ def assigned(text: str) -> tuple[str, str] | None:
     if not found[0] or _NAME.fullmatch(found[0]) or (_SEGMENT.fullmatch(found[0]) and re.search(r"\d", exact[-1])):
         return (found[0], exact[-1]) if _agree(exact[2::2]) is not False else None
     if found[1] == r"\approx":
-        return "", found[0]
+        return ("", found[0]) if _about(found[0], found[2]) else None
     return ("", exact[-1]) if _agree(exact[::2]) else None
 
 
@@ -119,6 +120,17 @@ def _agree(formulas: list[str]) -> bool | None:
         return all(arithmetic.same_value(one, other)[0] for one, other in pairwise(values))
     except (arithmetic.UnreadableError, arithmetic.TooLargeError):
         return None
+
+
+def _about(exact: str, rounded: str) -> bool:
+    """Whether a number is about another one: within a hundredth of it."""
+    try:
+        value = arithmetic.value(exact)
+        return not arithmetic.is_real(value) or arithmetic.is_near(
+            exact, rounded, abs(Fraction(str(float(value)))) / 100
+        )
+    except (arithmetic.UnreadableError, arithmetic.TooLargeError, OverflowError):
+        return True
 
 
 def bounded(text: str) -> tuple[str, str] | None:

@@ -36,8 +36,10 @@ _DEGREES = re.compile(r"\s*°\s*(?:\\text\{\s*([CF])\s*\}|([CF]))?$")
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 # \text{...}, with powers, products and quotients.
 _WORDS = re.compile(r"(?:[\s*/]*\\text\{[^{}]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?)+$")
-# Plain words; one letter alone is a variable. The second kind are Chinese words.
-_BARE = re.compile(r"(?<=[\d}) °])\s*(?:[A-Za-z]{2}[A-Za-z./ ]*(?:\^(?:\{\d\}|\d))?|[㐀-鿿]+)$")
+# Plain words; one letter alone is a variable, but m/s is a unit. The last kind are Chinese words.
+_BARE = re.compile(
+    r"(?<=[\d}) °])\s*(?:[a-z]/[a-z](?:\^(?:\{\d\}|\d))?|[A-Za-z]{2}[A-Za-z./ ]*(?:\^(?:\{\d\}|\d))?|[㐀-鿿]+)$"
+)
 
 
 def measure(text: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ _ARTICLE = re.compile(r"^(?:the|an?) (?=\w)")
 # Letters in a row are a word if they are many, or no ASCII, or nothing but capitals, as in "ACB"; "abc" is a product.
 _PROSE = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{4,}|[^\x00-\x7f°]")
 _SHORT = {"yes", "no", "odd", "all", "may", "one", "two", "six", "ten"}
+_SYNONYMS = {"dne": "does not exist"}
 _EMPTY = {r"\emptyset", r"\{\}", "no solution", "no solutions", "empty set", "the empty set"}
 
 NUMERALS = [
@@ -24,7 +25,7 @@ _NUMBERS = {word: number for number, word in enumerate(NUMERALS)} | {
 _CHOICE = re.compile(r"\(?(?:\\text\{)?\(?([A-Z])\)?\}?\)?")
 # (A) 12: a letter and what it stands for; but (A)(B) and (A) + 1 are formulas.
 _LABELLED = re.compile(r"(?:\\text\{)?(?:\(([A-J])\)(?:\}\s*|\s+)|([A-J])[.)]\}?\s+)([^\s()*/^+=-].*)")
-_OTHER_LABEL = re.compile(r"\([A-J]\)|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+_OTHER_LABEL = re.compile(r"(?<![A-Za-z\\])(?:[A-J]|or|and|maybe)(?![A-Za-z])")
 
 
 def is_prose(text: str) -> bool:
@@ -41,7 +42,7 @@ def words(text: str) -> str:
     if not _WORDS.fullmatch(plain) or not (is_prose(text) or r"\text" in text or capitals or plain in _SHORT):
         return ""
     plain = _ARTICLE.sub("", re.sub(r"[\s'.-]+", " ", plain).strip())
-    return str(_NUMBERS.get(plain, plain))
+    return str(_NUMBERS.get(plain, _SYNONYMS.get(plain, plain)))
 
 
 def choice(text: str) -> tuple[str, str]:

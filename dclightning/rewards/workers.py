@@ -5,10 +5,10 @@ import os
 import resource
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.util import Finalize
 from typing import Any
 
 from loky.backend import get_context
@@ -70,17 +70,16 @@ class Workers:
         except RuntimeError as error:
             raise BrokenProcessPool(str(error)) from error
         try:
-            while wait(futures, timeout=0.5).not_done:
-                if self._pool is not pool:
-                    raise CancelledError("the workers were closed")
-                if not pool.active:
-                    raise BrokenProcessPool("a worker died")
+            while wait(futures, timeout=0.5).not_done and pool.active:
+                pass
         except KeyboardInterrupt:
             self.close()
             raise
-        errors = [future.exception() for future in futures]
-        if broken := next((error for error in errors if isinstance(error, BrokenProcessPool)), None):
-            raise broken
+        errors = [future.exception() if future.done() else BrokenProcessPool() for future in futures]
+        if any(isinstance(error, BrokenProcessPool) for error in errors):
+            raise (
+                BrokenProcessPool("a worker died") if self._pool is pool else CancelledError("the workers were closed")
+            )
         return [future.result() if error is None else error for future, error in zip(futures, errors, strict=True)]
 
     def _running_pool(self) -> ProcessPool:
@@ -92,7 +91,9 @@ class Workers:
                 limits = (self.time_limit, _MEMORY)
                 self._pool = ProcessPool(self.count, _CALLS, _prepare, limits, get_context("loky"))
                 self._owner = os.getpid()
-                self._stop = weakref.finalize(self, _stop, self._pool)
+                # Also at the end of a child process, which would wait for its own children otherwise.
+                self._stop = Finalize(self, _stop, (self._pool,), exitpriority=10)
+                _start(self._pool)
             return self._pool
 
     def _close(self) -> None:
@@ -105,6 +106,15 @@ class Workers:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def _start(pool: ProcessPool) -> None:
+    """Start threads and workers, to none of which Ctrl-C is news: they inherit what the thread blocks now."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        _ = pool.active
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stop(pool: ProcessPool) -> None:

@@ -13,7 +13,7 @@ from dclightning.advantages import advantages, check_group_size
 from dclightning.data.benchmarks import BENCHMARKS
 from dclightning.data.problems import Problem, Source, load_problems
 from dclightning.errors import RunStoppedError, UserError
-from dclightning.evaluation import Evaluated, evaluated
+from dclightning.evaluation import Evaluated, compares_answers, evaluated
 from dclightning.models import load_tokenizer, longest_context, resolve_model
 from dclightning.rewards.math import MathReward
 from dclightning.rewards.scoring import OnError, Reward, Scorer, reward_name
@@ -150,7 +150,6 @@ class RolloutDataModule(L.LightningDataModule):
             problems = load_problems(known.source if known else source, f"validation_problems.{name}")
             self.benchmarks[name] = problems[: self.validation_limit]
             self.samples[name] = self.validation_samples or (known.samples if known else 1)
-        self.compares_answers = hasattr(self.validation_scorer.rewards["validation"], "answer_classes")
         longest = max((self._longest(p, self.validation_sampling) for p in self.benchmarks.values()), default=0)
         if stage == "fit":
             self.training_problems = self._short_enough(load_problems(self.problems))
@@ -175,7 +174,8 @@ class RolloutDataModule(L.LightningDataModule):
             raise UserError("validation_problems is empty: name at least one benchmark and its problems")
         if longest > (limit := longest_context(model)):
             raise UserError(
-                f"max_tokens: the longest prompt and response make {longest} tokens, model={model!r} takes {limit}"
+                f"max_tokens: the longest prompt and response make {longest} tokens, model={model!r} takes {limit}; "
+                "set sampling and validation_sampling"
             )
         self.engine.start(resolve_model(model), longest)
         if self.training_engine is not None:
@@ -195,6 +195,11 @@ class RolloutDataModule(L.LightningDataModule):
     def val_dataloader(self) -> list["RolloutLoader"]:
         """For each benchmark and policy the problems with their responses, as many at a time as a rollout has."""
         return [self._benchmark_loader(benchmark, policy) for benchmark, policy in self.evaluations]
+
+    @property
+    def has_majorities(self) -> bool:
+        """Whether there is a maj@k: whether the validation reward compares answers."""
+        return compares_answers(self.validation_scorer.rewards["validation"])
 
     @property
     def evaluations(self) -> list[tuple[str, str]]:

@@ -1,0 +1,254 @@
+"""``dclightning evaluate``: policies on benchmarks, sampled as they are deployed.
+
+Every engine samples from every model. Finished problems are kept with all their responses: the same command goes on
+where it was interrupted. With several policies, the differences to the first are those of each problem.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jsonargparse import ArgumentError, ArgumentParser
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+
+from dclightning.accuracy import interval
+from dclightning.data.benchmarks import BENCHMARKS, load_benchmarks
+from dclightning.data.problems import Problem
+from dclightning.errors import UserError
+from dclightning.evaluation import Evaluated, Response, evaluated, measures
+from dclightning.models import load_tokenizer, longest_context, resolve_model
+from dclightning.rewards.math import MathReward
+from dclightning.rewards.scoring import Scorer
+from dclightning.rollout.engine import RolloutEngine
+from dclightning.rollout.responses import encode_prompt, respond
+from dclightning.rollout.types import Sampling
+from dclightning.rollout.vllm import VLLMEngine
+from dclightning.seeds import derive_seed
+
+Results = dict[str, list[Evaluated]]
+"""By benchmark."""
+
+
+def main(arguments: list[str]) -> None:
+    """Evaluate and print the tables."""
+    from dclightning.cli import catch_logs, one_line
+
+    parser = ArgumentParser(prog="dclightning evaluate", description=__doc__, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="a YAML file with these options")
+    parser.add_function_arguments(evaluate)
+    classes = {"engine": "dclightning.VLLMEngine", "reward": "dclightning.MathReward"}
+    parser.set_defaults({name: {"class_path": path} for name, path in classes.items()})
+    catch_logs()
+    try:
+        options = parser.instantiate_classes(parser.parse_args(arguments[1:])).as_dict()
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise UserError(one_line(error)) from error
+    options.pop("config")
+    show(evaluate(**options))
+    print(f"All responses are in {options['output']}")
+
+
+def evaluate(
+    model: str,
+    benchmarks: str,
+    engine: RolloutEngine = VLLMEngine(),
+    other_engines: dict[str, RolloutEngine] | None = None,
+    reward: MathReward = MathReward(),
+    sampling: Sampling = Sampling(max_tokens=32768, temperature=0.7),
+    samples: int | None = None,
+    limit: int | None = None,
+    system_prompt: str | None = None,
+    prompt_template: str = "{problem}",
+    chat_template_options: dict[str, Any] | None = None,
+    seed: int = 0,
+    at_once: int = 512,
+    output: Path = Path("evaluations"),
+) -> dict[str, Results]:
+    """Sample and score responses to benchmarks' problems, or read them where that is done.
+
+    Args:
+        model: Names or folders, with commas between them.
+        benchmarks: Names (aime24, from the hub), files, or NAME=FILE, with commas between them.
+        engine: Samples.
+        other_engines: More engines by name, that sample from the same models.
+        reward: Judges the responses.
+        sampling: How responses are drawn.
+        samples: Responses to a problem, k of avg@k; by default the paper's for the benchmark, and 1 for others.
+        limit: Use only so many problems of each benchmark.
+        system_prompt: Goes before each problem as a system message.
+        prompt_template: Turns the problem into the user's message; ``{problem}`` stands for it.
+        chat_template_options: What the tokenizer's chat template takes besides, such as ``enable_thinking``.
+        seed: Decides every sampled token.
+        at_once: Responses that are sampled before they are kept; more are faster, and lost at an interruption.
+        output: Folder of the results: for each policy and benchmark JSON lines, one for each problem.
+
+    Returns:
+        The results of each policy, by its name.
+
+    Raises:
+        UserError: If something cannot be loaded, or the folder has results of other settings.
+    """
+    for name, number in (("samples", samples), ("limit", limit), ("at_once", at_once)):
+        if number is not None and number < 1:
+            raise UserError(f"{name}={number}: must be at least 1")
+    loaded = {name: problems[:limit] for name, problems in load_benchmarks(benchmarks.split(",")).items()}
+    counts = {name: samples or (BENCHMARKS[name].samples if name in BENCHMARKS else 1) for name in loaded}
+    for name, count in counts.items():
+        if count > 1 and sampling.temperature == 0:
+            raise UserError(f"samples={count} ({name}): at temperature 0 all are the same; set samples to 1")
+    policies: dict[str, tuple[str, RolloutEngine]] = {}
+    for label, sampler in {"": engine, **(other_engines or {})}.items():
+        for path in model.split(","):
+            name = "-".join(part for part in (Path(path).name, label) if part)
+            if name in policies:
+                raise UserError(f"model={model!r}: two policies have the name {name!r}")
+            policies[name] = path, sampler
+    prompting = (system_prompt, prompt_template, chat_template_options)
+    found = {}
+    with _progress(len(policies) * sum(counts[name] * len(problems) for name, problems in loaded.items())) as told:
+        for name, (path, sampler) in policies.items():
+            found[name] = _evaluate_policy(
+                path, sampler, loaded, counts, reward, sampling, prompting, seed, at_once, output / name, told
+            )
+    return found
+
+
+def _evaluate_policy(
+    model: str,
+    engine: RolloutEngine,
+    benchmarks: dict[str, list[Problem]],
+    samples: dict[str, int],
+    reward: MathReward,
+    sampling: Sampling,
+    prompting: tuple[str | None, str, dict[str, Any] | None],
+    seed: int,
+    at_once: int,
+    folder: Path,
+    told: Callable[[int], None],
+) -> Results:
+    tokenizer, scorer = load_tokenizer(model), Scorer({"reward": reward})
+    prompts = {name: [encode_prompt(tokenizer, p, *prompting) for p in some] for name, some in benchmarks.items()}
+    longest = max(len(ids) for some in prompts.values() for ids in some) + sampling.max_tokens
+    if longest > (most := longest_context(model)):
+        raise UserError(
+            f"sampling.max_tokens={sampling.max_tokens}: the longest prompt and response make {longest} tokens, "
+            f"model={model!r} takes {most}"
+        )
+    found: Results = {}
+    try:
+        for name, problems in benchmarks.items():
+            k = samples[name]
+            # What is sampled together decides what is sampled: it must be the same after an interruption.
+            size = max(1, at_once // k)
+            settings = {
+                "model": _identity(model),
+                "engine": _settings(engine),
+                "reward": _settings(reward),
+                "sampling": asdict(sampling),
+                "samples": k,
+                "prompting": list(prompting),
+                "seed": seed,
+                "at_once": at_once,
+                "problems": sha256(repr(problems).encode()).hexdigest(),
+            }
+            with _kept(folder / f"{name}.jsonl", settings, size, len(problems)) as (results, file):
+                told(len(results) * k)
+                for start in range(len(results), len(problems), size):
+                    engine.start(resolve_model(model), longest)  # unless it is running
+                    chunk, asked = problems[start : start + size], prompts[name][start : start + size]
+                    chunk_seed = derive_seed(seed, "evaluate", name, start)
+                    answers = respond(engine, tokenizer, chunk, asked, scorer, sampling, k, chunk_seed, told)
+                    fresh = evaluated(chunk, *answers, reward)
+                    for result in fresh:
+                        file.write(json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n")
+                    file.flush()
+                    results += fresh
+            found[name] = results
+    finally:
+        engine.close()
+        scorer.close()
+    return found
+
+
+@contextmanager
+def _kept(file: Path, settings: dict[str, Any], size: int, total: int) -> Iterator[tuple[list[Evaluated], BinaryIO]]:
+    """The results that are kept in a file, as far as they are complete, and the file, open to take more.
+
+    Raises:
+        UserError: If they were found with other settings.
+    """
+    beside = file.with_suffix(".settings.json")
+    if beside.exists() and (before := json.loads(beside.read_text())) != settings:
+        changed = ", ".join(key for key in settings if before.get(key) != settings[key])
+        raise UserError(f"output: {file} holds results of another {changed}; name another folder, or remove it")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(settings, indent=2))
+        file.touch()
+    except OSError as error:
+        raise UserError(f"output={str(file.parent)!r}: cannot be written ({error.strerror})") from error
+    lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    complete = lines if len(lines) >= total else lines[: len(lines) // size * size]
+    with file.open("r+b") as opened:
+        opened.truncate(sum(map(len, complete)))
+        opened.seek(0, os.SEEK_END)
+        yield [_result(json.loads(line)) for line in complete], opened
+
+
+def _result(row: dict[str, Any]) -> Evaluated:
+    return Evaluated(Problem(**row["problem"]), [Response(**response) for response in row["responses"]])
+
+
+def _settings(part: object) -> list[Any]:
+    """A class and the arguments of an object, as JSON would give them back."""
+    public = {key: value for key, value in vars(part).items() if key[0] != "_" and key not in _COUNTERS}
+    return json.loads(json.dumps([type(part).__qualname__, public], default=vars))  # type: ignore[no-any-return]
+
+
+_COUNTERS = ("version", "timeouts", "errors")
+
+
+def _identity(model: str) -> list[Any]:
+    """A model's name, and of a folder the weights, for they may be others tomorrow."""
+    folder = Path(resolve_model(model))
+    weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return [model, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights)]
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    columns = TextColumn("responses"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("responses", total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def show(results: dict[str, Results]) -> None:
+    """Print what was measured, with 95 % intervals over problems, and how far each policy is from the first."""
+    console = Console(soft_wrap=True)
+    first, *others = results
+    for benchmark, some in results[first].items():
+        k = len(some[0].responses)
+        table = Table(title=f"{benchmark}: {len(some)} problems, {k} responses to each", title_justify="left")
+        for column in ("", *results, *(f"{name} - {first}" for name in others)):
+            table.add_column(column)
+        measured = [measures(found[benchmark], k, majority=True) for found in results.values()]
+        for metric in measured[0]:
+            cells = [_with_interval(values[metric]) for values in measured]
+            gaps = [_with_interval(values[metric] - measured[0][metric], sign="+") for values in measured[1:]]
+            table.add_row(metric, *cells, *gaps)
+        console.print(table)
+
+
+def _with_interval(values: Tensor, sign: str = "") -> str:
+    mean, (low, high) = float(values.mean()), interval(values)
+    style = f"{sign}.1f" if abs(mean) >= 10 else f"{sign}.3f"
+    return f"{mean:{style}} ({low:{style}}, {high:{style}})"
