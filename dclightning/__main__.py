@@ -10,6 +10,7 @@ COMMANDS = {
     "validate": ("dclightning.cli", "evaluate the deployed policy on the validation problems"),
     "test": ("dclightning.cli", "the same, under the test names"),
     "evaluate": ("dclightning.evaluate", "measure policies on benchmarks, as they are deployed"),
+    "export": ("dclightning.export", "write a checkpoint as a folder that transformers and vLLM load"),
     "prepare": ("dclightning.prepare", "drop the problems that had better not be trained on"),
     "score": ("dclightning.score", "judge the answers of responses in a file"),
     "toy": ("dclightning.toy", "show what the three discrepancies do to a policy of a few actions"),

@@ -6,6 +6,7 @@ where it was interrupted. With several policies, the differences to the first ar
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -168,7 +169,9 @@ def _evaluate_policy(
                     answers = respond(engine, tokenizer, chunk, asked, scorer, sampling, k, chunk_seed, told)
                     fresh = evaluated(chunk, *answers, reward)
                     for result in fresh:
-                        file.write(json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n")
+                        file.write(
+                            json.dumps(asdict(result), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+                        )
                     file.flush()
                     results += fresh
             found[name] = results
@@ -233,7 +236,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 def show(results: dict[str, Results]) -> None:
     """Print what was measured, with 95 % intervals over problems, and how far each policy is from the first."""
-    console = Console(soft_wrap=True)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
     first, *others = results
     for benchmark, some in results[first].items():
         k = len(some[0].responses)

@@ -39,12 +39,12 @@ def resolve_model(name: str) -> str:
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model, by name or folder."""
-    return _from_pretrained(AutoTokenizer, name)
+    return from_pretrained(AutoTokenizer, name)
 
 
 def longest_context(name: str) -> int:
     """The longest sequence that a model takes, in tokens."""
-    config = _from_pretrained(AutoConfig, name).get_text_config()
+    config = from_pretrained(AutoConfig, name).get_text_config()
     return int(getattr(config, "max_position_embeddings", 2**31))
 
 
@@ -55,7 +55,7 @@ def load_policy(name: str, strategy: Strategy | None = None, gradient_checkpoint
 
     Without dropout the old log-probs and the first forward pass of the update are the same computation.
     """
-    config = _from_pretrained(AutoConfig, name)
+    config = from_pretrained(AutoConfig, name)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
@@ -63,7 +63,7 @@ def load_policy(name: str, strategy: Strategy | None = None, gradient_checkpoint
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": PACKED}
     if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
         options["distributed_config"] = _distributed_config(strategy)
-    model = _from_pretrained(AutoModelForCausalLM, name, **options)
+    model = from_pretrained(AutoModelForCausalLM, name, **options)
     if isinstance(strategy, ParallelStrategy) and strategy.world_size == 1:
         # The same kind of parameters and checkpoints as on many ranks; without it one rank could not resume.
         fully_shard(model, mesh=strategy.device_mesh["data_parallel"])
@@ -184,7 +184,8 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+def from_pretrained(kind: Any, name: str, **options: Any) -> Any:
+    """What ``kind.from_pretrained`` gives for a model by name or folder; what is wrong is said in one line."""
     path = resolve_model(name)
     if not Path(path).is_dir() and not _is_cached(path) and not hub_answers():
         raise UserError(f"model={name!r}: no such folder, and the hub cannot be reached")

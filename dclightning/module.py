@@ -406,6 +406,7 @@ class GRPOModule(L.LightningModule):
         phases.take()  # an evaluation is no part of a step
         stage = "test" if self.trainer.testing else "val"
         datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        datamodule.end_validation()
         metrics: dict[str, float] = {}
         for place, (benchmark, policy) in enumerate(datamodule.evaluations):
             k, majority = datamodule.samples[benchmark], datamodule.has_majorities

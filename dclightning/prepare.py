@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
 
 def _write(path: Path, problems: list[Problem], reasons: dict[int, str], field: str) -> None:
     try:
-        with path.open("w", encoding="utf-8") as lines:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as lines:
             for place, problem in enumerate(problems):
                 row = {**vars(problem), **({"reason": reasons[place]} if reasons else {})}
                 lines.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
 """``dclightning score``: verdicts on responses in a file, whatever sampled them.
 
 FILE has a JSON object with "answer" (the gold one) and "response" on each line. Each is written again with what was
-found: "extracted", the answer that the response gives, "correct", and "reason".
+found, under keys that may be there before: "extracted", the answer that the response gives, "correct", and "reason".
 """
 
 import json
@@ -39,12 +39,13 @@ def main(arguments: list[str]) -> None:
     for _ in read(source):  # what is wrong with a line is said before anything is scored
         pass
     try:
-        with open(output, "w", encoding="utf-8") if output else open(os.dup(1), "w", encoding="utf-8") as target:
+        # Half a surrogate pair, which JSON can hold and UTF-8 cannot, is written as JSON has it.
+        with open(output or os.dup(1), "w", encoding="utf-8", errors="backslashreplace") as target:
             print(score(reward, source, target), file=sys.stderr)
     except BrokenPipeError:  # `| head` has seen enough
         pass
     except OSError as error:
-        raise UserError(f"--output={str(output)!r}: cannot be written ({error.strerror})") from error
+        raise UserError(f"{output or 'the standard output'}: cannot be written ({error.strerror})") from error
 
 
 def score(reward: MathReward, source: Path, target: TextIO) -> str:
@@ -79,7 +80,7 @@ def read(source: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 row = _row(line)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 reason = f"{error} is missing" if isinstance(error, KeyError) else error
                 raise UserError(f"file={str(source)!r}, line {number}: {reason}") from error
             empty = False

@@ -141,3 +141,65 @@ def test_a_resumed_run_equals_the_whole(tmp_path, model, strategy, devices):
         assert a["rows"][4:] == b["rows"], rank
         assert a["history"] == b["history"]
         assert all(torch.equal(weight, b["weights"][name]) for name, weight in a["weights"].items())
+
+
+STOPPING = """
+import sys
+import lightning as L
+from dclightning import GRPOModule, RolloutDataModule, Sampling, TransformersEngine
+from dclightning.callbacks import RolloutCheckpoint, WeightSync
+from dclightning.errors import RunStoppedError
+
+where, folder = sys.argv[1:]
+
+
+def breaks(problems, completions):
+    breaks.calls += 1
+    if trainer.global_rank == 1 and where == "training" and breaks.calls >= 2:
+        raise OSError("the server is down")
+    return [float(len(c.token_ids) % 3) for c in completions]
+
+
+def validates(problems, completions):
+    if trainer.global_rank == 1 and where == "validation" and trainer.fit_loop.total_batch_idx == 0:
+        raise OSError("the server is down")
+    return [1.0] * len(completions)
+
+
+breaks.calls = 0
+sampling = Sampling(max_tokens=8)
+data = RolloutDataModule(
+    "dclightning/arithmetic-train", TransformersEngine(), breaks, prompts_per_step=4, group_size=2, sampling=sampling,
+    reward_errors="stop", validation_problems={"arithmetic": "dclightning/arithmetic-test"},
+    validation_reward=validates, validation_sampling=sampling, validation_limit=3,
+)
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, limit_train_batches=3, logger=False,
+    callbacks=[WeightSync(), RolloutCheckpoint(100)], default_root_dir=folder, num_sanity_val_steps=0,
+    val_check_interval=1,
+    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+)
+try:
+    trainer.fit(GRPOModule("dclightning/tiny-arithmetic", mini_batches=1), data)
+except RunStoppedError as error:
+    print(f"rank {trainer.global_rank}: {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_all_ranks_stop_where_a_reward_fails_on_one(tmp_path, where):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    script = tmp_path / "child.py"
+    script.write_text(STOPPING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), where, str(tmp_path)],
+        env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "rank 0: another rank has stopped the run" in done.stdout
+    assert "rank 1: reward " in done.stdout
+    assert "OSError: the server is down" in done.stdout
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["RolloutDataModule"] == {"step": 1}

@@ -75,9 +75,29 @@ def test_the_table_of_conventions_is_complete():
 
 
 def test_problems_are_cleaned_as_printed(tmp_path):
-    (command,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), flags=re.DOTALL)
+    (command,) = [command for command in data_commands() if " prepare " in command]
     for name in ("raw", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"problem": "{name}", "answer": 5}}')
     done = subprocess.run(f"{sys.executable} -m {command}", shell=True, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "1 of 1 problems are in clean.jsonl" in done.stderr
+
+
+def data_commands():
+    return re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.slow
+def test_a_run_is_exported_and_evaluated_as_printed(tmp_path):
+    evaluate, export = (command.strip() for command in data_commands() if " prepare " not in command)
+    (tmp_path / "held_out.jsonl").write_text('{"problem": "What is 1 + 1?", "answer": 2}\n' * 3)
+    small = "--data.prompts_per_step 4 --data.validation_limit 4 --trainer.limit_train_batches 1"
+    fit = f"dclightning fit --config {ROOT}/configs/quickstart.yaml {small}"
+    exported = evaluate.replace("dclightning/tiny-arithmetic", "exported")
+    for command in (fit, export, evaluate, exported):
+        done = subprocess.run(
+            f"{sys.executable} -m {command}", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert "exported-plain - exported" in done.stdout
+    assert "sums: 3 problems, 4 responses to each" in done.stdout

@@ -223,7 +223,7 @@ def test_a_fault_is_no_equality(monkeypatch, error):
         raise error
 
     monkeypatch.setattr("dclightning.rewards.equality.arithmetic.same_value", fail)
-    assert judge("1/2", "0.5") == Verdict(False, f"raised {error.__name__}")
+    assert judge("1/2", "0.5") == Verdict(False, f"raised {error.__name__}", failed=True)
 
 
 def test_long_integers_are_compared_as_text():

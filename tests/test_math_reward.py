@@ -127,13 +127,13 @@ def test_a_copy_gives_the_same_verdicts(reward):
 def test_hostile_responses_end_in_time_and_leave_nothing_behind():
     from benchmarks.hostile_responses import hostile
 
-    golds, responses = hostile(60, seed=0)
+    golds, responses = hostile(80, seed=0)
     reward = MathReward(time_limit=1.0)
     reward.verdict("1/2", r"\boxed{0.5}")
     memory, start = resident(), time.monotonic()
     verdicts = reward.verdicts(golds, responses)
-    # Far from tight: a guard against waiting for ever.
-    assert time.monotonic() - start < 60 * 1.0 / 2 * 1.1 + 60
+    # Takes half a second alone: a guard against what is quadratic.
+    assert time.monotonic() - start < 20
     assert not any(verdict.equal for verdict in verdicts)
     assert reward.verdict("1/2", r"\boxed{0.5}").equal
     reward.close()

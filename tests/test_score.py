@@ -82,7 +82,7 @@ def test_a_bad_line_is_named_before_anything_is_scored(tmp_path, line, message):
     [
         (["nothing.jsonl"], "file='nothing.jsonl': no such file"),
         (["FILE", "--output", "FILE"], "is the file to be scored"),
-        (["FILE", "--output", "/no/folder"], "cannot be written (No such file or directory)"),
+        (["FILE", "--output", "/no/folder"], "/no/folder: cannot be written (No such file or directory)"),
         (["FILE", "--time_limit", "0"], "time_limit=0.0: must be positive"),
         (["FILE", "--conventions.colour", "true"], "colour"),
     ],

@@ -97,6 +97,7 @@ def test_none_and_nan_are_no_reward():
     [
         (["1.0", 1, 1, 1], "gave '1.0'; must be a finite number, or None"),
         ([1, float("-inf"), 1, 1], "gave -inf; must be"),
+        ([1, 1e39, 1, 1], "gave 1e\\+39; must be"),
         ([1, 1, 1, object()], "gave <object object at .*; must be"),
         ([1, 1, [1, 2], 1], "gave \\[1, 2\\]; must be"),
         ([1, 2, 3], "returned 3 rewards for 4 completions"),
@@ -109,11 +110,9 @@ def test_none_and_nan_are_no_reward():
 )
 def test_what_is_no_list_of_numbers_stops_the_run_and_names_the_function(rewards, error):
     def mine(problems, completions):
-        return (
-            rewards
-            if len(completions) == 4 or not isinstance(rewards, list)
-            else [rewards[len(completions[0].text) - 1]]
-        )
+        if not isinstance(rewards, list) or len(rewards) != 4:
+            return rewards
+        return [rewards[len(completion.text) - 1] for completion in completions]
 
     with pytest.raises(RunStoppedError, match=f"reward mine: .*{error}.*, on a response to problem '[ab]'"):
         finish(mine, on_error="stop")
@@ -173,7 +172,6 @@ def test_async_rewards_score_what_is_finished_while_the_rest_is_sampled():
     assert scorer.finish(PROBLEMS[:1], COMPLETIONS[3:]).total.tolist() == [8.0]
     assert len(started) == 3
     scorer.close()
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_async_rewards_run_side_by_side_and_from_within_a_loop():
@@ -210,6 +208,9 @@ def test_closing_ends_async_rewards_that_wait_and_closes_the_others():
     scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
     time.sleep(0.1)
     scorer.close()
+    end = time.monotonic() + 10
+    while not ended and time.monotonic() < end:
+        time.sleep(0.01)
     assert ended == [True]
     assert counting.closed
 
@@ -219,6 +220,7 @@ def test_closing_ends_async_rewards_that_wait_and_closes_the_others():
     [
         (({"a": length}, {"b": 1.0}), "reward_weights: 'b' is not one of a"),
         (({"a": length}, {"a": 0.0}), "reward_weights: at least one must not be 0"),
+        (({"a": length}, {"a": float("nan")}), "reward_weights: a=nan: must be finite"),
         (({"errors": length},), "extra_rewards: the name 'errors' is that of a counter"),
         (({"a": length}, None, "ignore"), "reward_errors='ignore': must be one of skip, stop"),
     ],
@@ -226,3 +228,79 @@ def test_closing_ends_async_rewards_that_wait_and_closes_the_others():
 def test_what_makes_no_sense_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Scorer(*arguments)
+
+
+def test_what_a_reward_keeps_open_belongs_to_one_loop():
+    loops = []
+
+    class Server:
+        name = "served"
+
+        async def __call__(self, problems, completions):
+            loops.append(asyncio.get_running_loop())
+            return [1.0] * len(completions)
+
+    server = Server()
+    training, validation = Scorer(named(server)), Scorer({"validation": server})
+    for scorer in (training, validation, training):
+        scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
+        assert scorer.finish(PROBLEMS[:2], COMPLETIONS[:2]).total.tolist() == [1.0, 1.0]
+        scorer.close()
+    assert len(loops) == 3
+    assert len(set(loops)) == 1
+    assert list(training.rewards) == ["served"]
+
+
+def test_an_async_reward_that_leaves_does_not_hang():
+    async def leaves(problems, completions):
+        raise SystemExit("no key")
+
+    async def too_few_arguments(problems):
+        return []
+
+    for reward, message in ((leaves, "SystemExit: no key"), (too_few_arguments, "TypeError: .* takes 1 positional")):
+        scorer = Scorer(named(reward))
+        scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
+        scorer.begin(1, PROBLEMS[2], COMPLETIONS[2:])
+        with pytest.raises(RunStoppedError, match=message):
+            scorer.finish(PROBLEMS, COMPLETIONS)
+
+
+def test_responses_to_one_problem_stay_together_when_the_culprit_is_sought():
+    calls = []
+
+    def compares(problems, completions):
+        calls.append(len(completions))
+        if any(len(c.text) == 4 for c in completions):
+            raise ValueError("too long")
+        return [len(c.text) / max(len(c.text) for c in completions) for c in completions]
+
+    scores = finish(compares)
+    assert scores.total[:2].tolist() == [0.5, 1.0]
+    assert scores.total.isnan().tolist() == [False, False, False, True]
+    assert calls == [4, 2, 2, 1, 1]
+
+
+def test_one_refused_problem_alone_does_not_stop_a_run():
+    scorer = Scorer(named(only_short))
+    assert scorer.finish(PROBLEMS[3:], COMPLETIONS[3:]).total.isnan().all()
+
+
+def test_a_server_that_is_down_is_not_asked_for_every_response():
+    calls = []
+
+    def down(problems, completions):
+        calls.append(len(completions))
+        raise OSError("refused")
+
+    problems = [Problem(str(i // 8), "?", "1") for i in range(200)]
+    with pytest.raises(RunStoppedError, match="OSError: refused"):
+        Scorer(named(down)).finish(problems, COMPLETIONS * 50)
+    assert len(calls) < 30
+
+
+def test_what_was_begun_can_be_abandoned():
+    scorer = Scorer(named(slow_length))
+    scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])
+    scorer.abandon()
+    assert scorer.finish(PROBLEMS[2:], COMPLETIONS[2:]).total.tolist() == [3.0, 4.0]

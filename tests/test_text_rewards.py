@@ -42,7 +42,10 @@ def test_one_box(text, value):
         ("5", 0.0),
         ("<think>a</think>b<think>c</think>d", 0.0),
         ("<think><think>a</think>b", 0.0),
+        ("\n" * 100_000, 0.0),
+        ("<think>" + "\n" * 100_000, 0.0),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_think_tags(text, value):
     assert of(think_tags, text) == [value]

@@ -193,7 +193,33 @@ def test_a_function_that_workers_could_not_import_is_refused(patient, monkeypatc
         patient.map(calls.double, [(1,)])
 
 
-@pytest.mark.parametrize(("count", "limit", "field"), [(0, 1.0, "workers=0"), (1, 0.0, "time_limit=0")])
+def test_a_child_that_ends_leaves_the_workers_of_its_parent_alone(patient):
+    before = set(patient.map(calls.process_id, [()] * 8))
+    child = multiprocessing.get_context("fork").Process(target=calls.double, args=(1,))
+    child.start()
+    child.join(timeout=30)
+    assert child.exitcode == 0
+    assert all(map(alive, before))
+
+
+def test_a_worker_that_waits_is_not_taken_for_one_that_hangs():
+    workers = Workers(1, time_limit=0.1)
+    before = workers.map(calls.process_id, [()])
+    time.sleep(2 * 0.1 + 1 + 0.5)  # the alarm of a call that hangs would have rung
+    assert workers.map(calls.process_id, [()]) == before
+    workers.close()
+
+
+def test_a_worker_is_replaced_after_many_calls(monkeypatch):
+    monkeypatch.setattr("dclightning.rewards.workers._CALLS", 3)
+    workers = Workers(1, time_limit=30)
+    assert len(set(workers.map(calls.process_id, [()] * 7))) == 3
+    workers.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "field"), [(0, 1.0, "workers=0"), (1, 0.0, "time_limit=0"), (1, float("inf"), "time_limit=inf")]
+)
 def test_what_makes_no_sense_is_refused(count, limit, field):
     with pytest.raises(ValueError, match=field):
         Workers(count, limit)

@@ -17,7 +17,7 @@ from dclightning.rewards.normalise import tokens
 
 _PRECISION = 500  # bits of a value that is not rational
 _AGREE = 300  # leading bits that equal values have in common; the rest is for what is lost on the way
-_POINTS = 10  # at which formulas with variables must agree
+_POINTS = 16  # at which formulas with variables must agree
 _WHOLE_POINTS = 41  # the same for formulas of whole numbers; a prime
 _LARGEST = 1 << 16  # bits of an exact number: enough for 5000!
 _LONGEST = 2_000  # characters of a formula
@@ -152,6 +152,8 @@ def _values_at(
             gravest = max(errors, key=lambda error: _ERRORS.index(type(error)))
             if isinstance(gravest, _NotNaturalError) and names and sample is not _natural:
                 raise gravest
+            if isinstance(gravest, TooLargeError) and names and yielded and _scale(point) > 1:
+                continue
             if not names or not isinstance(gravest, _UndefinedError) or (not yielded and point == _WHOLE_POINTS - 1):
                 raise UnreadableError("has no value") if isinstance(gravest, _UndefinedError) else gravest
             continue  # it may have a value at another point
@@ -172,13 +174,22 @@ def _natural(name: str, point: int) -> Fraction:
 
 
 def _rational(positive: bool) -> _Sample:
-    """Between 1/3 and 3, of either sign unless it must be positive."""
+    """Small numbers first and larger ones then, of all combinations of signs unless they must be positive."""
+    places: dict[str, int] = {}
 
     def sample(name: str, point: int) -> Fraction:
+        place = places.setdefault(name, len(places))  # of the variable, in the order in which they are met
         drawn = int.from_bytes(hashlib.sha256(f"{point} {name}".encode()).digest()[:4])
-        return Fraction(30 + (drawn >> 1) % 240, 89 if positive or drawn & 1 else -89)
+        negative = (point >> place if place < 3 else drawn) & 1
+        size = Fraction(30 + (drawn >> 1) % 240, 89) * _scale(point)
+        return -size if negative and not positive else size
 
     return sample
+
+
+def _scale(point: int) -> int:
+    """What is true near 0 only must not pass for true: |x - 5| is 5 - x there."""
+    return 1 if point < 8 else 30 if point < 12 else 1000
 
 
 _of_thread = threading.local()  # for mpmath's functions change the precision of their context for a while

@@ -23,7 +23,7 @@ _DEEPEST = 12  # readings inside each other
 _MOST = 100  # parts whose order may differ
 _LEAST_DIGITS = 3  # of a rounded number
 
-_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
+_INTEGER = re.compile(r"([+-]?)([0-9]+)")
 # 2e-1 is 0.2 to a programmer, and 2e - 1 to a mathematician.
 _SMALL_POWER = re.compile(r"(?<![\d.])(\d+)e-(\d)(?![\d.])")
 # A decimal number, with a power of ten or without.
@@ -36,7 +36,7 @@ class Conventions:
 
     Attributes:
         percent_is_number: "50%" may stand for 50. It always may for 0.5.
-        ignore_units: A unit may be left out. Two units that are known and differ are different all the same.
+        ignore_units: A unit may be left out. Two units that differ are different all the same.
         ignore_variable: "x = 5" may stand for 5, and "f(x) = 2x" for 2x.
         lists_are_sets: The order of "1, 2" does not matter, as that of {1, 2}; that of (1, 2) always does.
         parentheses_optional: "1, 2" may stand for (1, 2), in this order.
@@ -65,6 +65,8 @@ class Verdict:
 
     equal: bool
     reason: str
+    failed: bool = False
+    """Whether the comparison itself went wrong."""
 
 
 def judge(gold: str, answer: str, conventions: Conventions = Conventions()) -> Verdict:
@@ -81,15 +83,16 @@ def judge(gold: str, answer: str, conventions: Conventions = Conventions()) -> V
     try:
         return _judge(clean(gold), clean(answer), conventions, 0)
     except Exception as error:  # a fault in here must not end a training
-        return _different(f"raised {type(error).__name__}")
+        return Verdict(False, f"raised {type(error).__name__}", failed=True)
 
 
 def judge_plain(gold: str, answer: str) -> Verdict | None:
     """The verdict where nothing has to be read, which takes no time: on whole numbers, and on what is too long."""
     one, other = _INTEGER.fullmatch(gold.strip()), _INTEGER.fullmatch(answer.strip())
     if one and other:  # as text, so that a million digits do no harm
-        negative = [number[1] == "-" and number[2] != "0" for number in (one, other)]
-        same = one[2] == other[2] and negative[0] == negative[1]
+        digits = [number[2].lstrip("0") for number in (one, other)]
+        negative = [number[1] == "-" for number in (one, other)]
+        same = digits[0] == digits[1] and (negative[0] == negative[1] or not digits[0])
         return Verdict(same, "same integer" if same else "different integers")
     if len(gold) + len(answer) > _LONGEST:
         return _same("same text") if gold == answer else _different("too long to compare")
@@ -246,8 +249,8 @@ def _quantities(gold: str, answer: str, conventions: Conventions, depth: int) ->
     if (one, other) == (gold, answer):
         return None
     units = {unit, other_unit}
-    one_left_out = conventions.ignore_units or units == {"", "%"}
-    if len(units - {"", "?"}) == 2 or units == {"%", "?"} or (len(units) == 2 and not one_left_out):
+    one_left_out = "" in units and (conventions.ignore_units or "%" in units)
+    if len(units) == 2 and not one_left_out:
         return _different("different units")
     if len(units) == 1 or "%" not in units:
         return _judge(one, other, conventions, depth)

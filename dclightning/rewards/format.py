@@ -8,8 +8,6 @@ from dclightning.rewards.answers import last_boxed
 from dclightning.rollout.types import Completion
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# The opening tag may be the prompt's.
-_THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!</?think>).)*)</think>((?:(?!</?think>).)*)", re.DOTALL)
 
 
 def one_box(problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
@@ -19,5 +17,11 @@ def one_box(problems: Sequence[Problem], completions: Sequence[Completion]) -> l
 
 def think_tags(problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
     """1.0 for reasoning that ends in ``</think>`` with an answer after it, neither of them empty; else 0.0."""
-    found = [_THOUGHT.fullmatch(completion.text) for completion in completions]
-    return [float(bool(thought and thought[1].strip() and thought[2].strip())) for thought in found]
+    return [float(_is_thought_and_answer(completion.text)) for completion in completions]
+
+
+def _is_thought_and_answer(text: str) -> bool:
+    # The opening tag may be the prompt's.
+    thought, closed, answer = text.strip().removeprefix("<think>").partition("</think>")
+    again = "<think>" in thought or "<think>" in answer or "</think>" in answer
+    return bool(closed and thought.strip() and answer.strip() and not again)

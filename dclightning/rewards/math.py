@@ -103,8 +103,8 @@ class MathReward:
             self.timeouts += 1
             return Verdict(False, f"took more than {self._workers.time_limit:g} s")
         if isinstance(result, Exception):
-            result = Verdict(False, f"raised {type(result).__name__}")
-        self.errors += result.reason.startswith("raised ")
+            result = Verdict(False, f"raised {type(result).__name__}", failed=True)
+        self.errors += result.failed
         return result
 
 

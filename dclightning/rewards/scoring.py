@@ -4,11 +4,14 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +32,8 @@ It may be async. What it counts under the attributes ``timeouts`` and ``errors``
 
 OnError = Literal["skip", "stop"]
 
+_GIVE_UP = 16  # completions that a reward fails for, and for no other, after which it is not called again
+
 
 @dataclass
 class Scores:
@@ -41,7 +46,7 @@ class Scores:
     timeouts: int
     """Verdicts that took too long."""
     errors: int
-    """Failed verdicts, and completions for which a reward raised an exception or gave something that is no number."""
+    """Failed verdicts, and completions for which a reward raised an exception or gave no number."""
 
 
 class Scorer:
@@ -53,9 +58,9 @@ class Scorer:
     Args:
         rewards: By the names that they are logged under.
         weights: How much each of them counts; 1 by default. One of weight 0 is logged only.
-        on_error: What happens where a reward raises an exception or gives something that is no number. It is then
-            called anew for one completion after another, to find out for which it fails. ``skip``: those count as not
-            scored; if there is no other, the run stops. ``stop``: the run stops.
+        on_error: What happens where a reward raises an exception or gives no number. It is called again, first for one
+            problem after another, then for one completion after another, to find out for which it fails. ``skip``:
+            those count as not scored; if it fails for all of several problems, the run stops. ``stop``: the run stops.
     """
 
     def __init__(
@@ -69,11 +74,12 @@ class Scorer:
             raise ValueError(f"extra_rewards: the name {taken[0]!r} is that of a counter; choose another one")
         self.rewards = dict(rewards)
         self.weights = {name: weights.get(name, 1.0) for name in rewards}
+        if odd := [name for name, weight in self.weights.items() if not math.isfinite(weight)]:
+            raise ValueError(f"reward_weights: {odd[0]}={self.weights[odd[0]]}: must be finite")
         if not any(self.weights.values()):
             raise ValueError("reward_weights: at least one must not be 0")
         self.on_error = on_error
         self._begun: dict[str, list[tuple[int, list[Problem], list[Completion], Future[Any]]]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def begin(self, place: int, problem: Problem, completions: list[Completion]) -> None:
         """Let async rewards score the completions of a problem.
@@ -86,7 +92,7 @@ class Scorer:
         problems = [problem] * len(completions)
         for name, reward in self.rewards.items():
             if _is_async(reward):
-                future = self._start(reward(problems, completions))
+                future = _start(partial(reward, problems, completions))
                 self._begun.setdefault(name, []).append((place, problems, completions, future))
 
     def finish(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Scores:
@@ -102,10 +108,10 @@ class Scorer:
             whole = [(0, list(problems), list(completions), None)]
             chunks = sorted(begun.get(name, whole), key=lambda chunk: chunk[0])
             values: list[float] = []
-            failures: list[tuple[str, BaseException]] = []
+            failures: list[_Failure] = []
             for _, asked, given, future in chunks:
-                values += self._scored(name, reward, asked, given, future, failures)
-            self._report(name, failures, len(completions))
+                values += _scored(reward, asked, given, failures, future)
+            self._report(name, failures, problems)
             failed += len(failures)
             parts[name] = torch.tensor(values)
         if all(part.isnan().all() for part in parts.values()):
@@ -118,64 +124,66 @@ class Scorer:
             errors=self._counted("errors") - before[1] + failed,
         )
 
+    def abandon(self) -> None:
+        """Forget what was begun."""
+        begun, self._begun = self._begun, {}
+        for *_, future in (chunk for chunks in begun.values() for chunk in chunks):
+            future.cancel()
+
     def close(self) -> None:
-        """End what rewards have started, if they can be closed, and the thread of the async ones."""
+        """End what was begun, and what rewards have started, if they can be closed."""
+        self.abandon()
         for reward in self.rewards.values():
             if hasattr(reward, "close"):
                 reward.close()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(_stop, self._loop)
-            self._thread.join()
-            self._loop.close()
-            self._loop = None
-        self._begun = {}
 
-    def _scored(
-        self,
-        name: str,
-        reward: Reward,
-        problems: list[Problem],
-        completions: list[Completion],
-        future: Future[Any] | None,
-        failures: list[tuple[str, BaseException]],
-    ) -> list[float]:
-        """What a reward gives to each completion, NaN for nothing; adds to the failures."""
-        try:
-            values = self._result(reward(problems, completions)) if future is None else future.result()
-            return _numbers(values, len(completions))
-        except (Exception, SystemExit) as error:
-            if len(completions) > 1 and not isinstance(error, _NoListError):  # who was it?
-                pairs = zip(problems, completions, strict=True)
-                return [self._scored(name, reward, [p], [c], None, failures)[0] for p, c in pairs]
-            failures += [(problem.id, error) for problem in problems]
-            return [math.nan] * len(problems)
-
-    def _report(self, name: str, failures: list[tuple[str, BaseException]], count: int) -> None:
+    def _report(self, name: str, failures: list["_Failure"], problems: Sequence[Problem]) -> None:
         if not failures:
             return
         problem, error = failures[0]
         message = f"reward {name}: {_described(error)}, on a response to problem {problem!r}"
-        if self.on_error == "stop" or len(failures) == count:
+        for_all = len(failures) == len(problems) and len({problem.id for problem in problems}) > 1
+        if self.on_error == "stop" or for_all:
             raise RunStoppedError(message) from error
-        log.warning("%s (%d of %d responses are not scored)", message, len(failures), count)
+        log.warning("%s (%d of %d responses are not scored)", message, len(failures), len(problems))
         log.debug("reward %s failed", name, exc_info=error)
 
     def _counted(self, what: str) -> int:
-        return sum(int(getattr(reward, what, 0)) for reward in self.rewards.values())
+        counts = (getattr(reward, what, 0) for reward in self.rewards.values())
+        return sum(count for count in counts if isinstance(count, int))
 
-    def _result(self, values: Any) -> Any:
-        return self._start(values).result() if inspect.isawaitable(values) else values
 
-    def _start(self, values: Awaitable[Any]) -> Future[Any]:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="async rewards", daemon=True)
-            self._thread.start()
+_Failure = tuple[str, BaseException]
+"""The problem's id, and what went wrong for a response to it."""
 
-        async def waited() -> Any:
-            return await values
 
-        return asyncio.run_coroutine_threadsafe(waited(), self._loop)
+def _scored(
+    reward: Reward,
+    problems: list[Problem],
+    completions: list[Completion],
+    failures: list[_Failure],
+    future: Future[Any] | None = None,
+) -> list[float]:
+    """What a reward gives to each completion, NaN for nothing; adds to the failures."""
+    try:
+        values = reward(problems, completions) if future is None else future.result()
+        if inspect.isawaitable(values):
+            values = _start(partial(_awaited, values)).result()
+        return _numbers(values, len(completions))
+    except (Exception, SystemExit) as error:
+        if len(completions) == 1 or isinstance(error, _NoListError):
+            failures += [(problem.id, error) for problem in problems]
+            return [math.nan] * len(problems)
+    # Which one was it? Responses to one problem stay together as long as they can, for a reward may compare them.
+    found: list[float] = []
+    several = problems[0].id != problems[-1].id
+    for _, some in groupby(range(len(problems)), key=lambda i: problems[i].id if several else i):
+        places = list(some)
+        if len(found) >= _GIVE_UP and all(map(math.isnan, found)):  # a server is down, say
+            failures += [(problem.id, failures[-1][1]) for problem in problems[places[0] :]]
+            return found + [math.nan] * (len(problems) - places[0])
+        found += _scored(reward, [problems[i] for i in places], [completions[i] for i in places], failures)
+    return found
 
 
 def reward_name(reward: Reward) -> str:
@@ -187,10 +195,27 @@ def _is_async(reward: Reward) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.call_soon(loop.stop)
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+"""By process, the event loop of all async rewards. It runs to the end, for what rewards keep open belongs to it."""
+
+
+def _start(reward: Callable[[], Awaitable[Any]]) -> Future[Any]:
+    """Run a coroutine function in the thread of the async rewards."""
+
+    async def run() -> Any:
+        try:
+            return await reward()
+        except SystemExit as error:  # which would end the thread, and leave everybody waiting
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+    if os.getpid() not in _loops:
+        loop = _loops[os.getpid()] = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(run(), _loops[os.getpid()])
+
+
+async def _awaited(values: Awaitable[Any]) -> Any:
+    return await values
 
 
 class _NoListError(Exception):
@@ -218,7 +243,7 @@ def _number(value: Any) -> float:
         number = math.inf if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.inf
-    if math.isinf(number):
+    if abs(number) > torch.finfo(torch.float32).max:
         raise _NoNumberError(f"gave {value!r}; must be a finite number, or None")
     return number
 

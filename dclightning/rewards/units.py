@@ -24,8 +24,9 @@ _SCALES |= {"trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}", "万": "
 _NO_UNIT = re.compile(
     "and|or|if|when|where|for|with|unless|otherwise|modulo|mod|base|not|except|plus|minus|times|over|factorial|more|fewer|"
     "less|than|least|most|half|halves|thirds?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|"
-    "negative|below|inverse|reciprocal|root|pi|gross|score|is|are|only|.*[半倍之百千兆第几约多成折].*"
+    "cannot|be|may|maybe|perhaps|wait|no|wrong|right|negative|below|inverse|reciprocal|root|pi|gross|score|is|are|only|.*[半倍之百千兆第几约多成折].*"
 )
+_MOST_WORDS = 2  # of an unknown unit
 _DIGIT = re.compile(r"(?<![\^{-])\d")  # that is no exponent: it belongs to another number
 
 _SCALE = re.compile(r"(?<=\d)\s*(\\text\{)?\s*(" + "|".join(_SCALES) + ")(?![A-Za-z])", re.IGNORECASE)
@@ -43,7 +44,7 @@ _BARE = re.compile(
 
 
 def measure(text: str) -> tuple[str, str]:
-    """A cleaned answer without its unit, and the unit: ``%``, a name, "?" for an unknown one, or nothing."""
+    """A cleaned answer without its unit, and the unit: ``%``, a name, unknown words behind a "?", or nothing."""
     text = _SCALE.sub(lambda m: f"*{_SCALES[m[2].lower()]}{m[1] or ''}", text).replace(r"\text{}", "")
     unit = ""
     if (found := _CURRENCY.search(text)) is not None:
@@ -55,7 +56,7 @@ def measure(text: str) -> tuple[str, str]:
         return text[: found.start()], _UNITS[(found[1] or found[2] or "degree").lower()]
     if (found := _WORDS.search(text) or _BARE.search(text)) is not None and found.start() > 0:
         name = _name(found[0])
-        if name and (name != "?" or "\\text" in found[0] or _is_prose(found[0])):
+        if name and (name[0] != "?" or "\\text" in found[0] or _is_prose(found[0])):
             return text[: found.start()], name
     return text, unit
 
@@ -66,7 +67,7 @@ def _is_prose(words: str) -> bool:
 
 
 def _name(words: str) -> str:
-    """The unit's one name; "?" if it is unknown; nothing if the words are no unit."""
+    """The unit's one name; the words with a question mark if it is unknown; nothing if they are no unit."""
     pieces = re.findall(r"[A-Za-z]+|\^\s*\{?-?\d|/|[^\x00-\x7f]+", words.replace("\\text", " "))
     lone = len(pieces) == 1 and len(pieces[0]) == 1 and pieces[0].isascii() and pieces[0] not in _LETTERS
     if not pieces or lone or _DIGIT.search(words) or any(_NO_UNIT.fullmatch(piece.lower()) for piece in pieces):
@@ -80,6 +81,8 @@ def _name(words: str) -> str:
             name, power = name + _UNITS[word] + power, ""
         elif word in _POWERS or word in ("per", "/") or word[0] == "^":
             name += {"per": "/", "/": "/"}.get(word) or _POWERS.get(word) or f"^{word.strip('^{ ')}"
+        elif len(pieces) <= _MOST_WORDS and "," not in words:
+            return "?" + " ".join(pieces).lower()
         else:
-            return "?"
+            return ""
     return _UNITS.get(name, name)

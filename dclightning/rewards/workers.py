@@ -15,6 +15,7 @@ from loky.backend import get_context
 from pebble import ProcessPool
 
 _MEMORY = 4 * 2**30  # bytes that a worker may use
+_DAY = 86_400.0
 _CALLS = 10_000  # after which a worker is replaced, whatever libraries have cached in it
 
 
@@ -32,8 +33,8 @@ class Workers:
     def __init__(self, count: int, time_limit: float) -> None:
         if count < 1:
             raise ValueError(f"workers={count}: must be at least 1")
-        if not time_limit > 0:
-            raise ValueError(f"time_limit={time_limit}: must be positive")
+        if not 0 < time_limit <= _DAY:
+            raise ValueError(f"time_limit={time_limit}: must be positive, and at most a day")
         self.count = count
         self.time_limit = time_limit
         self._pool: ProcessPool | None = None
@@ -86,7 +87,7 @@ class Workers:
         with self._lock:
             if self._pool is None or self._owner != os.getpid() or not self._pool.active:
                 self._close()
-                # A daemon, such as a process of multiprocessing.Pool, may not have children. These end without it.
+                # A process of multiprocessing.Pool is a daemon, which may not have children; these end when it does.
                 multiprocessing.current_process().daemon = False
                 limits = (self.time_limit, _MEMORY)
                 self._pool = ProcessPool(self.count, _CALLS, _prepare, limits, get_context("loky"))

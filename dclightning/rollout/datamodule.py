@@ -135,6 +135,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.max_prompt_tokens = max_prompt_tokens
         self.training_engine = training_engine
         self.seed = seed
+        self._validation_stopped: RunStoppedError | None = None
         self.step = 0
         """Rollouts drawn so far: with the seed, all there is to know about where in the data the run stands."""
 
@@ -234,11 +235,20 @@ class RolloutDataModule(L.LightningDataModule):
                 rollout = self._redraw(rollout, others if len(others) >= self.prompts_per_step else order)
         except RunStoppedError as error:
             stopped = error
-        strategy: Any = self.trainer.strategy  # type: ignore[union-attr]
-        if data_parallel_reduce(strategy, torch.tensor(int(stopped is not None), device=strategy.root_device)):
-            raise stopped or RunStoppedError("another rank has stopped the run")  # all ranks, or the others would wait
+        self._stop_together(stopped)
         self.step += 1
         return rollout
+
+    def end_validation(self) -> None:
+        """Stop the run if a rank could not score its share of the validation problems."""
+        stopped, self._validation_stopped = self._validation_stopped, None
+        self._stop_together(stopped)
+
+    def _stop_together(self, stopped: RunStoppedError | None) -> None:
+        """Raise on all ranks what one of them has met, or the others would wait for it for ever."""
+        strategy: Any = self.trainer.strategy  # type: ignore[union-attr]
+        if data_parallel_reduce(strategy, torch.tensor(int(stopped is not None), device=strategy.root_device)):
+            raise stopped or RunStoppedError("another rank has stopped the run")
 
     def _redraw(self, rollout: Rollout, others: list[int]) -> Rollout:
         """Replace groups of equal rewards by groups for other problems, drawn at random, until none is left."""
@@ -307,7 +317,8 @@ class RolloutDataModule(L.LightningDataModule):
         if self.training_engine is not None:
             self.training_engine.close()
         self.scorer.close()
-        self.validation_scorer.close()
+        if self.validation_scorer.rewards["validation"] not in self.scorer.rewards.values():
+            self.validation_scorer.close()
 
     def on_exception(self, exception: BaseException) -> None:
         """Shut everything down: on an error nothing calls ``teardown``."""
@@ -331,7 +342,11 @@ class RolloutDataModule(L.LightningDataModule):
                 # The same seed each time: two evaluations differ by the policy, not by luck.
                 seed = derive_seed(self.seed, "validation", name, i, self._rank)
                 prompts, sampling = [self.encode(problem) for problem in chunk], self.validation_sampling
-                found = respond(engine, self.tokenizer, chunk, prompts, scorer, sampling, samples, seed)
+                try:
+                    found = respond(engine, self.tokenizer, chunk, prompts, scorer, sampling, samples, seed)
+                except RunStoppedError as error:  # other ranks have other problems; all stop when all are through
+                    self._validation_stopped = error
+                    return
                 yield evaluated(chunk, *found, scorer.rewards["validation"])
 
         return RolloutLoader(responses, len(chunks))

@@ -30,8 +30,8 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """Draw ``group_size`` responses to each prompt, those of a prompt side by side.
 
-        The result depends on the weights and the arguments alone. ``finished`` is called once for each prompt, as soon
-        as the engine has all responses to it, at the latest before the return.
+        The result depends on the weights and the arguments alone. If the engine can tell, ``finished`` is called
+        once for each prompt, as soon as all responses to it are there.
         """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -61,10 +61,14 @@ def respond(
         seed: All that is random follows from it.
         told: Is told of how many more responses are finished.
     """
-    # Rewards and callbacks may use the global generators: from here on they, too, depend on the seed alone.
+    # Rewards and callbacks may use the global generators: from here on they, too, depend on the seed alone, but for
+    # async rewards, which run while the engine draws.
     seed_all(seed)
 
+    left = set(range(len(problems)))
+
     def finished(place: int, group: list[Completion]) -> None:
+        left.discard(place)
         texts = tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
         for completion, text in zip(group, texts, strict=True):
             completion.text = text
@@ -72,7 +76,13 @@ def respond(
         told(len(group))
 
     with phases("rollout"):
-        completions = engine.generate(prompts, sampling, samples, seed, finished)
+        try:
+            completions = engine.generate(prompts, sampling, samples, seed, finished)
+        except BaseException:
+            scorer.abandon()
+            raise
+        for place in sorted(left):  # of which the engine did not tell
+            finished(place, completions[place * samples : (place + 1) * samples])
     with phases("reward"):
         scores = scorer.finish([problem for problem in problems for _ in range(samples)], completions)
     return completions, scores

@@ -104,12 +104,16 @@ class VLLMEngine:
             engine = self._llm.llm_engine
             for place, ids in enumerate(prompts):
                 engine.add_request(str(place), tokens_input(ids), parameters)
-            while engine.has_unfinished_requests():
-                for request in engine.step():
-                    place = int(request.request_id)
-                    groups[place] = [_completion(output, f"{place}.{output.index}") for output in request.outputs]
-                    if finished is not None:
-                        finished(place, groups[place])
+            try:
+                while engine.has_unfinished_requests():
+                    for request in engine.step():
+                        place = int(request.request_id)
+                        groups[place] = [_completion(output, f"{place}.{output.index}") for output in request.outputs]
+                        if finished is not None:
+                            finished(place, groups[place])
+            except BaseException:  # or the next call would be given what is left of this one
+                engine.abort_request([str(place) for place in range(len(prompts))])
+                raise
         return [completion for group in groups for completion in group]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -1,0 +1,104 @@
+"""Checkpoints as folders that transformers and vLLM load."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from dclightning import Sampling, TransformersEngine, VLLMEngine
+from dclightning.callbacks import RolloutCheckpoint
+from dclightning.errors import UserError
+from dclightning.export import export
+from dclightning.models import load_tokenizer, named_weights
+from tests.helpers import TINY
+from tests.test_distributed import model, run  # noqa: F401
+from tests.test_fit import fit
+
+pytestmark = pytest.mark.slow
+PROMPTS = [[6, 40, 41, 42, 7], [6, 50, 51, 7]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    module, _ = fit(folder, [RolloutCheckpoint()], rollouts=2, validate=True)
+    (folder / "run" / "config.yaml").write_text(yaml.safe_dump({"model": {"model": TINY, "loss": "x"}}))
+    return folder / "run", dict(named_weights(module.model))
+
+
+def test_the_exported_policy_is_the_trained_one(trained, tmp_path):
+    folder, weights = trained
+    export(folder, tmp_path / "exact", dtype="float32")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exact").named_parameters())
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+    export(folder / "checkpoints" / "last.ckpt", tmp_path / "half")
+    rounded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").named_parameters())
+    assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in weights.items())
+
+
+def test_transformers_and_vllm_sample_from_the_folder(trained, tmp_path):
+    export(trained[0], tmp_path / "out", dtype="float32")
+    answers = []
+    for engine in (TransformersEngine(), VLLMEngine(dtype="float32", kv_cache_gib=0.0625)):
+        engine.start(str(tmp_path / "out"), max_length=64)
+        completions = engine.generate(PROMPTS, Sampling(max_tokens=20, temperature=0.0), 1, 0)
+        answers.append([(c.token_ids, c.finish_reason) for c in completions])
+        engine.close()
+    assert answers[0] == answers[1]
+    theirs, ours = load_tokenizer(str(tmp_path / "out")), load_tokenizer(TINY)
+    chat = [{"role": "user", "content": "What is 1 + 1?"}]
+    assert theirs.apply_chat_template(chat)["input_ids"] == ours.apply_chat_template(chat)["input_ids"]
+    assert (tmp_path / "out" / "generation_config.json").exists()
+
+
+def test_the_card_says_how_it_was_trained(trained, tmp_path):
+    export(trained[0], tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    assert head == {"library_name": "transformers", "base_model": TINY}
+    for text in ("for 2 rollouts", "in bfloat16", "| arithmetic | deployed | avg@2 |", "loss: x"):
+        assert text in card
+
+
+def test_a_checkpoint_in_parts_is_put_together(tmp_path, model):  # noqa: F811
+    ranks = run(tmp_path, model, "fsdp2", 2)
+    last = tmp_path / "fsdp22-1.pt.run" / "checkpoints" / "last.ckpt"
+    assert last.is_dir()
+    export(last, tmp_path / "out", model=model, dtype="float32")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert all(torch.equal(loaded[name], weight) for name, weight in ranks[0]["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"checkpoint": "nowhere"}, "there is no checkpoint"),
+        ({"dtype": "float8"}, "dtype='float8': must be one of float32, bfloat16, float16"),
+        ({"output": "RUN"}, "exists already"),
+        ({"model": "OTHER"}, "is not what .* is a checkpoint of"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(trained, tmp_path, model, arguments, message):  # noqa: F811
+    from pathlib import Path
+
+    options = {"checkpoint": trained[0], "output": tmp_path / "out"}
+    options |= {key: Path(value) if key != "dtype" else value for key, value in arguments.items()}
+    options |= {"output": trained[0]} if arguments.get("output") else {}
+    options |= {"model": model} if "model" in arguments else {}
+    with pytest.raises(UserError, match=message):
+        export(**options)
+
+
+def test_the_command_line(trained, tmp_path):
+    command = [sys.executable, "-m", "dclightning", "export", "--checkpoint", str(trained[0])]
+    done = subprocess.run([*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    again = subprocess.run([*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
