@@ -2,6 +2,7 @@
 
 from dclightning.callbacks.adaptive_budget import AdaptiveBudget
 from dclightning.callbacks.checkpoint import RolloutCheckpoint
+from dclightning.callbacks.evaluations import Evaluations
 from dclightning.callbacks.fixed_penalty import FixedPenalty
 from dclightning.callbacks.histograms import Histograms
 from dclightning.callbacks.lagrangian import LagrangianCallback
@@ -11,6 +12,7 @@ from dclightning.callbacks.weight_sync import WeightSync
 
 __all__ = [
     "AdaptiveBudget",
+    "Evaluations",
     "FixedPenalty",
     "Histograms",
     "LagrangianCallback",

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from dclightning.callbacks import Histograms, RolloutCheckpoint, RolloutProgress, WeightSync
+from dclightning.callbacks import Evaluations, Histograms, RolloutCheckpoint, RolloutProgress, WeightSync
 from dclightning.errors import UserError
 from dclightning.module import GRPOModule
 from dclightning.rollout.datamodule import RolloutDataModule
@@ -60,6 +60,7 @@ class DCLightningCLI(LightningCLI):
         """The callbacks of every run, one seed for all, and object defaults in a form that a saved config can hold."""
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
         parser.add_lightning_class_args(Histograms, "histograms")
+        parser.add_lightning_class_args(Evaluations, "evaluations")
         parser.add_lightning_class_args(RolloutProgress, "progress")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.set_defaults(
@@ -108,7 +109,7 @@ class DCLightningCLI(LightningCLI):
         listed = config["callbacks"] or []
         listed = listed if isinstance(listed, list) else [listed]
         off = {Checkpoint: config["enable_checkpointing"] is False, ProgressBar: config["enable_progress_bar"] is False}
-        for kind in (Checkpoint, ProgressBar, Histograms):
+        for kind in (Checkpoint, ProgressBar, Histograms, Evaluations):
             if off.get(kind) or any(isinstance(callback, kind) for callback in listed):
                 callbacks = [callback for callback in callbacks if not isinstance(callback, kind)]
         sync = [] if any(isinstance(callback, WeightSync) for callback in listed) else [WeightSync()]

@@ -1,5 +1,6 @@
 """The main job on the real engine: FP8 rollouts, FP32 training, small and short."""
 
+import json
 import os
 import signal
 import threading
@@ -10,9 +11,17 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dclightning import AdamW, GRPOModule, Overlong, RolloutDataModule, Sampling, VLLMEngine
-from dclightning.callbacks import FixedPenalty, Histograms, LagrangianCallback, RolloutCheckpoint, WeightSync
+from dclightning.callbacks import (
+    Evaluations,
+    FixedPenalty,
+    Histograms,
+    LagrangianCallback,
+    RolloutCheckpoint,
+    WeightSync,
+)
 from dclightning.data.problems import Problem, load_problems
 from dclightning.errors import RunStoppedError, UserError
 from dclightning.report import read_scalars
@@ -450,7 +459,7 @@ def test_both_policies_are_evaluated_on_the_weights_of_now(tmp_path):
             theirs = dict(engine._model.named_parameters())
             weights.append(all(torch.equal(p, theirs[name]) for name, p in pl_module.model.named_parameters()))
 
-    fit(tmp_path, [Look()], rollouts=2, validate=True, training_engine=engine)
+    fit(tmp_path, [Look(), Evaluations(samples=3)], rollouts=2, validate=True, training_engine=engine)
     assert weights == [True, True]  # before training and after it
     scalars = read_scalars(tmp_path / "run")
     for name in ("avg@2", "pass@2", "maj@2"):
@@ -462,6 +471,20 @@ def test_both_policies_are_evaluated_on_the_weights_of_now(tmp_path):
         low, high = (scalars[f"val/arithmetic/deployed/{name}/{end}"][0][1] for end in ("low", "high"))
         assert 0 <= low <= deployed[0][1] <= high <= 1
     assert "val/arithmetic/deployed-training/response_length" not in scalars
+    for place, rollouts in enumerate(("000000", "000002")):
+        for policy in ("deployed", "training"):
+            lines = (
+                (tmp_path / "run" / "evaluations" / rollouts / f"arithmetic-{policy}.jsonl").read_text().splitlines()
+            )
+            rewards = [[response["reward"] for response in json.loads(line)["responses"]] for line in lines]
+            assert len(lines) == 10
+            mean = sum(map(sum, rewards)) / 20
+            assert scalars[f"val/arithmetic/{policy}/avg@2"][place][1] == pytest.approx(mean, abs=1e-6)
+    log = EventAccumulator(str(tmp_path / "run")).Reload()
+    (table,) = {tag for tag in log.Tags()["tensors"] if tag.startswith("samples/arithmetic/deployed")}
+    text = log.Tensors(table)[0].tensor_proto.string_val[0].decode()
+    assert text.count("\n") == 4
+    assert "What is" in text
 
 
 def test_long_prompts_are_left_out_of_the_training_and_counted(tmp_path, caplog):
@@ -470,3 +493,12 @@ def test_long_prompts_are_left_out_of_the_training_and_counted(tmp_path, caplog)
     datamodule = fit(tmp_path, rollouts=2, problems=short + long, max_prompt_tokens=40)[0].trainer.datamodule
     assert datamodule.training_problems == short
     assert "max_prompt_tokens=40: 3 of 11 problems are left out" in caplog.text
+
+
+def test_faults_of_the_problems_are_reported(tmp_path, caplog):
+    rows = [("What is 1 + 1?", "2"), ("What is 1+1", "2"), ("What is 3 + 4?", "7"), ("What is 3 + 4?", "8")]
+    rows += [(f"What is {i} + 9?", str(i + 9)) for i in range(10, 15)]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps({"problem": q, "answer": a}) + "\n" for q, a in rows))
+    fit(tmp_path, rollouts=1, problems=str(path), validate=True)
+    assert f"problems={str(path)!r}: of 9, 2 conflicting answers, 1 duplicate; dclightning prepare drops" in caplog.text

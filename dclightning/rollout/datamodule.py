@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dclightning.advantages import advantages, check_group_size
 from dclightning.data.benchmarks import BENCHMARKS
+from dclightning.data.cleaning import faults
 from dclightning.data.problems import Problem, Source, load_problems
 from dclightning.errors import RunStoppedError, UserError
 from dclightning.evaluation import Evaluated, compares_answers, evaluated
@@ -154,6 +156,7 @@ class RolloutDataModule(L.LightningDataModule):
         longest = max((self._longest(p, self.validation_sampling) for p in self.benchmarks.values()), default=0)
         if stage == "fit":
             self.training_problems = self._short_enough(load_problems(self.problems))
+            self._report_faults()
             if len(self.training_problems) < self.prompts_per_step:
                 raise UserError(
                     f"prompts_per_step={self.prompts_per_step}: problems={self.problems!r} "
@@ -350,6 +353,19 @@ class RolloutDataModule(L.LightningDataModule):
                 yield evaluated(chunk, *found, scorer.rewards["validation"])
 
         return RolloutLoader(responses, len(chunks))
+
+    def _report_faults(self) -> None:
+        """Say what is wrong with problems that are not the package's own."""
+        path = self.problems.path if isinstance(self.problems, Source) else self.problems
+        if not isinstance(path, str) or path.startswith("dclightning/"):
+            return
+        counts = Counter(faults(self.training_problems, self.benchmarks).values())
+        del counts["image"]
+        if counts:
+            found = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+            log.warning(
+                "problems=%r: of %d, %s; dclightning prepare drops them", path, len(self.training_problems), found
+            )
 
     def _short_enough(self, problems: list[Problem]) -> list[Problem]:
         if self.max_prompt_tokens is None:

@@ -1,0 +1,70 @@
+"""What the policies answered in each evaluation."""
+
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from dclightning.evaluation import Evaluated
+
+_LONGEST = 2_000  # characters of a response in TensorBoard
+
+
+class Evaluations(L.Callback):
+    """Writes every evaluation of a training: all responses to files, and a table of some to TensorBoard.
+
+    The files are ``evaluations/ROLLOUT/BENCHMARK-POLICY.jsonl`` in the run's folder, a line for each problem; with
+    several ranks, each has files of its own.
+
+    Args:
+        samples: Problems in the table, with one response to each.
+    """
+
+    def __init__(self, samples: int = 4) -> None:
+        if samples < 0:
+            raise ValueError(f"samples={samples}: must not be negative")
+        self.samples = samples
+        self._results: dict[tuple[str, str], list[Evaluated]] = defaultdict(list)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: list[Evaluated],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep what was answered."""
+        self._results[trainer.datamodule.evaluations[dataloader_idx]] += batch  # type: ignore[attr-defined]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write it."""
+        results, self._results = self._results, defaultdict(list)
+        if trainer.state.fn != "fit" or trainer.log_dir is None:
+            return
+        rollouts = trainer.fit_loop.total_batch_idx + 1
+        folder = Path(trainer.log_dir) / "evaluations" / f"{rollouts:06}"
+        folder.mkdir(parents=True, exist_ok=True)
+        rank = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
+        for (benchmark, policy), some in results.items():
+            with (folder / f"{benchmark}-{policy}{rank}.jsonl").open("wb") as file:
+                for result in some:
+                    file.write(json.dumps(asdict(result), ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+            for logger in trainer.loggers if self.samples and trainer.is_global_zero else []:
+                if isinstance(logger, TensorBoardLogger):
+                    table = _table(some[: self.samples])
+                    logger.experiment.add_text(f"samples/{benchmark}/{policy}", table, max(rollouts - 1, 0))
+
+
+def _table(results: list[Evaluated]) -> str:
+    rows = ["| problem | answer | reward | response |", "|---|---|---|---|"]
+    for result in results:
+        response, problem = result.responses[0], result.problem
+        cells = (problem.problem, problem.answer, f"{response.reward:g}", response.text[:_LONGEST])
+        rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |")
+    return "\n".join(rows)
