@@ -42,10 +42,14 @@ class Evaluations(L.Callback):
         """Keep what was answered."""
         self._results[trainer.datamodule.evaluations[dataloader_idx]] += batch  # type: ignore[attr-defined]
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Write what there is of an evaluation that was not finished."""
+        self.on_validation_end(trainer, pl_module)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write it."""
         results, self._results = self._results, defaultdict(list)
-        if trainer.state.fn != "fit" or trainer.log_dir is None:
+        if trainer.state.fn != "fit" or trainer.log_dir is None or not results:
             return
         rollouts = trainer.fit_loop.total_batch_idx + 1
         folder = Path(trainer.log_dir) / "evaluations" / f"{rollouts:06}"
@@ -58,7 +62,7 @@ class Evaluations(L.Callback):
             for logger in trainer.loggers if self.samples and trainer.is_global_zero else []:
                 if isinstance(logger, TensorBoardLogger):
                     table = _table(some[: self.samples])
-                    logger.experiment.add_text(f"samples/{benchmark}/{policy}", table, max(rollouts - 1, 0))
+                    logger.experiment.add_text(f"samples/{benchmark}/{policy}", table, rollouts)
 
 
 def _table(results: list[Evaluated]) -> str:

@@ -121,11 +121,13 @@ class DCLightningCLI(LightningCLI):
 
     def validate(self, model: GRPOModule, **kwargs: Any) -> None:
         """Evaluate on the validation problems."""
-        self._run(self.trainer.validate, model, **kwargs)
+        self._run(self.trainer.validate, model, **{**kwargs, "verbose": False})
+        self._print_evaluation()
 
     def test(self, model: GRPOModule, **kwargs: Any) -> None:
         """Evaluate on the validation problems, under the test names."""
-        self._run(self.trainer.test, model, **kwargs)
+        self._run(self.trainer.test, model, **{**kwargs, "verbose": False})
+        self._print_evaluation()
 
     def _run(self, stage: Any, model: GRPOModule, **kwargs: Any) -> None:
         try:
@@ -140,6 +142,15 @@ class DCLightningCLI(LightningCLI):
         except SystemExit:  # Lightning's answer to Ctrl-C
             print("dclightning: interrupted; --ckpt_path last continues from the last checkpoint", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
+
+    def _print_evaluation(self) -> None:
+        """What was measured, with the ends of each interval; Lightning's own table would have a row for each end."""
+        metrics = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
+        for name in metrics if self.trainer.is_global_zero else []:
+            if name.count("/") == 3:
+                _, benchmark, policy, metric = name.split("/")
+                interval = f"({metrics[f'{name}/low']:.4g}, {metrics[f'{name}/high']:.4g})"
+                print(f"{benchmark:<16} {policy:<18} {metric:<18} {metrics[name]:<8.4g} {interval}")
 
     def after_fit(self) -> None:
         """Say where everything is."""

@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
 
 def evaluate(
     model: str,
-    benchmarks: str,
+    benchmarks: str | list[str],
     engine: RolloutEngine = VLLMEngine(),
     other_engines: dict[str, RolloutEngine] | None = None,
     reward: MathReward = MathReward(),
@@ -76,7 +76,7 @@ def evaluate(
     """Sample and score responses to benchmarks' problems, or read them where that is done.
 
     Args:
-        model: Names or folders, with commas between them.
+        model: Names or folders, or NAME=FOLDER, with commas between them.
         benchmarks: Names (aime24, from the hub), files, or NAME=FILE, with commas between them.
         engine: Samples.
         other_engines: More engines by name, that sample from the same models.
@@ -100,24 +100,38 @@ def evaluate(
     for name, number in (("samples", samples), ("limit", limit), ("at_once", at_once)):
         if number is not None and number < 1:
             raise UserError(f"{name}={number}: must be at least 1")
-    loaded = {name: problems[:limit] for name, problems in load_benchmarks(benchmarks.split(",")).items()}
+    loaded = {name: problems[:limit] for name, problems in load_benchmarks(benchmarks).items()}
     counts = {name: samples or (BENCHMARKS[name].samples if name in BENCHMARKS else 1) for name in loaded}
     for name, count in counts.items():
         if count > 1 and sampling.temperature == 0:
             raise UserError(f"samples={count} ({name}): at temperature 0 all are the same; set samples to 1")
+    if "{problem}" not in prompt_template:
+        raise UserError(f"prompt_template={prompt_template!r}: must contain {{problem}}")
     policies: dict[str, tuple[str, RolloutEngine]] = {}
     for label, sampler in {"": engine, **(other_engines or {})}.items():
-        for path in model.split(","):
-            name = "-".join(part for part in (Path(path).name, label) if part)
+        for spec in model.split(","):
+            given, named, path = spec.partition("=")
+            path = path if named else spec
+            if (Path(path) / "checkpoints").is_dir():
+                raise UserError(f"model={path!r}: is a run; dclightning export makes a model of it")
+            name = "-".join(part for part in (given if named else Path(path).name, label) if part)
             if name in policies:
-                raise UserError(f"model={model!r}: two policies have the name {name!r}")
+                raise UserError(f"model={model!r}: two policies have the name {name!r}; say NAME=FOLDER")
             policies[name] = path, sampler
-    prompting = (system_prompt, prompt_template, chat_template_options)
+    prompts, longest = {}, {}
+    for path in {path for path, _ in policies.values()}:  # what is wrong is said before anything is sampled
+        prompting = (load_tokenizer(path), system_prompt, prompt_template, chat_template_options)
+        prompts[path] = {name: [_encode(p, *prompting) for p in problems] for name, problems in loaded.items()}
+        longest[path] = max(len(ids) for some in prompts[path].values() for ids in some) + sampling.max_tokens
+        if longest[path] > (most := longest_context(path)):
+            needed = f"the longest prompt and response make {longest[path]} tokens, model={path!r} takes {most}"
+            raise UserError(f"sampling.max_tokens={sampling.max_tokens}: {needed}")
     found = {}
     with _progress(len(policies) * sum(counts[name] * len(problems) for name, problems in loaded.items())) as told:
         for name, (path, sampler) in policies.items():
+            asked, most = prompts[path], longest[path]
             found[name] = _evaluate_policy(
-                path, sampler, loaded, counts, reward, sampling, prompting, seed, at_once, output / name, told
+                path, sampler, loaded, asked, most, counts, reward, sampling, seed, at_once, output / name, told
             )
     return found
 
@@ -126,23 +140,17 @@ def _evaluate_policy(
     model: str,
     engine: RolloutEngine,
     benchmarks: dict[str, list[Problem]],
+    prompts: dict[str, list[list[int]]],
+    longest: int,
     samples: dict[str, int],
     reward: MathReward,
     sampling: Sampling,
-    prompting: tuple[str | None, str, dict[str, Any] | None],
     seed: int,
     at_once: int,
     folder: Path,
     told: Callable[[int], None],
 ) -> Results:
     tokenizer, scorer = load_tokenizer(model), Scorer({"reward": reward})
-    prompts = {name: [encode_prompt(tokenizer, p, *prompting) for p in some] for name, some in benchmarks.items()}
-    longest = max(len(ids) for some in prompts.values() for ids in some) + sampling.max_tokens
-    if longest > (most := longest_context(model)):
-        raise UserError(
-            f"sampling.max_tokens={sampling.max_tokens}: the longest prompt and response make {longest} tokens, "
-            f"model={model!r} takes {most}"
-        )
     found: Results = {}
     try:
         for name, problems in benchmarks.items():
@@ -155,12 +163,11 @@ def _evaluate_policy(
                 "reward": _settings(reward),
                 "sampling": asdict(sampling),
                 "samples": k,
-                "prompting": list(prompting),
+                "prompts": sha256(repr(prompts[name][0]).encode()).hexdigest(),
                 "seed": seed,
                 "at_once": at_once,
-                "problems": sha256(repr(problems).encode()).hexdigest(),
             }
-            with _kept(folder / f"{name}.jsonl", settings, size, len(problems)) as (results, file):
+            with _kept(folder / f"{name}.jsonl", settings, size, problems) as (results, file):
                 told(len(results) * k)
                 for start in range(len(results), len(problems), size):
                     engine.start(resolve_model(model), longest)  # unless it is running
@@ -182,32 +189,51 @@ def _evaluate_policy(
 
 
 @contextmanager
-def _kept(file: Path, settings: dict[str, Any], size: int, total: int) -> Iterator[tuple[list[Evaluated], BinaryIO]]:
+def _kept(
+    file: Path, settings: dict[str, Any], size: int, problems: list[Problem]
+) -> Iterator[tuple[list[Evaluated], BinaryIO]]:
     """The results that are kept in a file, as far as they are complete, and the file, open to take more.
 
     Raises:
         UserError: If they were found with other settings.
     """
     beside = file.with_suffix(".settings.json")
-    if beside.exists() and (before := json.loads(beside.read_text())) != settings:
-        changed = ", ".join(key for key in settings if before.get(key) != settings[key])
-        raise UserError(f"output: {file} holds results of another {changed}; name another folder, or remove it")
+    if beside.exists() and file.exists() and file.stat().st_size:
+        before = json.loads(beside.read_text())
+        changed = [key for key in settings if before.get(key) != settings[key]]
+        if changed:
+            was, now = (str(some.get(changed[0])) for some in (before, settings))
+            values = f" ({was}, now {now})" if len(was + now) < 60 else ""
+            raise UserError(
+                f"output: {file} holds results of another {' and '.join(changed)}{values}; name another folder, or "
+                "remove it"
+            )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(settings, indent=2))
+        whole = beside.with_suffix(".tmp")
+        whole.write_text(json.dumps(settings, indent=2))
+        whole.replace(beside)
         file.touch()
     except OSError as error:
         raise UserError(f"output={str(file.parent)!r}: cannot be written ({error.strerror})") from error
     lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    complete = lines if len(lines) >= total else lines[: len(lines) // size * size]
+    complete = lines[: len(problems)] if len(lines) >= len(problems) else lines[: len(lines) // size * size]
+    results = [_result(json.loads(line)) for line in complete]
+    if [result.problem for result in results] != problems[: len(results)]:
+        raise UserError(f"output: {file} holds results of other problems; name another folder, or remove it")
     with file.open("r+b") as opened:
-        opened.truncate(sum(map(len, complete)))
+        if len(lines) < len(problems):  # more are left where they are, for a smaller limit loses nothing
+            opened.truncate(sum(map(len, complete)))
         opened.seek(0, os.SEEK_END)
-        yield [_result(json.loads(line)) for line in complete], opened
+        yield results, opened
 
 
 def _result(row: dict[str, Any]) -> Evaluated:
     return Evaluated(Problem(**row["problem"]), [Response(**response) for response in row["responses"]])
+
+
+def _encode(problem: Problem, tokenizer: Any, *prompting: Any) -> list[int]:
+    return encode_prompt(tokenizer, problem, *prompting)
 
 
 def _settings(part: object) -> list[Any]:
@@ -220,10 +246,19 @@ _COUNTERS = ("version", "timeouts", "errors")
 
 
 def _identity(model: str) -> list[Any]:
-    """A model's name, and of a folder the weights, for they may be others tomorrow."""
+    """A model's name; of a folder also what is in it, for that may be another tomorrow."""
     folder = Path(resolve_model(model))
-    weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    return [model, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights)]
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")]) if folder.is_dir() else []
+    return [str(Path(model)), *([file.name, _glance(file)] for file in weights)]
+
+
+def _glance(file: Path) -> str:
+    """A hash of a file's size, beginning and end."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        beginning = opened.read(2**20)
+        opened.seek(max(0, size - 2**20))
+        return sha256(repr(size).encode() + beginning + opened.read()).hexdigest()
 
 
 @contextmanager

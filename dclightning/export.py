@@ -3,6 +3,7 @@
 With the weights go the tokenizer, the generation settings and a model card that says how the policy was trained.
 """
 
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
     """Write a checkpoint's policy as a folder of transformers.
 
     Args:
-        checkpoint: A checkpoint, whole or one part for each rank, or a run's folder, for its last one.
+        checkpoint: A checkpoint, whole or one part for each rank, or a folder of runs, for the newest.
         output: A new folder.
         model: What was trained, by name or folder; by default what the run's config says.
         dtype: Of the weights that are written: float32, as they are trained, bfloat16 or float16.
@@ -66,8 +67,9 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
-    found = checkpoint / "checkpoints" / "last.ckpt" if (checkpoint / "checkpoints").is_dir() else checkpoint
-    if not found.exists():
+    newest = sorted(checkpoint.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime)
+    found = newest[-1] if newest else checkpoint
+    if not (found.is_file() or (found / "meta.pt").exists()):
         raise UserError(f"checkpoint={str(checkpoint)!r}: there is no checkpoint")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output={str(output)!r}: exists already")
@@ -75,9 +77,12 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
     config = run / "config.yaml"
     settings = yaml.safe_load(config.read_text()) if config.exists() else {}
     model = model or settings.get("model", {}).get("model")
+    try:
+        state = _load(found)
+    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError) as error:
+        raise UserError(f"checkpoint={str(found)!r}: is no checkpoint") from error
     if model is None:
         raise UserError(f"model: there is no {config} to say what was trained; name it")
-    state = _load(found)
     policy = from_pretrained(AutoModelForCausalLM, model, dtype=torch.float32)
     weights = {name.removeprefix("model."): weight for name, weight in state["state_dict"].items()}
     try:
@@ -88,13 +93,14 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
         ) from error
     policy.to(DTYPES[dtype]).save_pretrained(output)
     load_tokenizer(model).save_pretrained(output)
+    rollouts = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
     card = _CARD.format(
         model=model,
         name=output.name,
         version=__version__,
-        rollouts=state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"],
+        rollouts=rollouts,
         dtype=dtype,
-        evaluations=_evaluations(run),
+        evaluations=_evaluations(run, rollouts),
         config=config.read_text() if config.exists() else "# not there any more\n",
     )
     (output / "README.md").write_text(card)
@@ -103,23 +109,22 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
 def _load(checkpoint: Path) -> dict[str, Any]:
     """A checkpoint, put together if each rank wrote a part."""
     if checkpoint.is_file():
-        return torch.load(checkpoint, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)  # type: ignore[no-any-return]
     with tempfile.TemporaryDirectory(dir=checkpoint.resolve().parent) as folder:
         whole = Path(folder) / "whole.ckpt"
         dcp_to_torch_save(checkpoint, whole)
-        state = torch.load(whole, map_location="cpu", weights_only=True)
+        state = torch.load(whole, map_location="cpu", weights_only=True, mmap=True)
     meta = torch.load(checkpoint / "meta.pt", map_location="cpu", weights_only=True)
     return {**meta, **state}
 
 
-def _evaluations(run: Path) -> str:
-    """A table of the last evaluation that the run logged."""
-    scalars = read_scalars(run)
-    rows = [tag.split("/") for tag in scalars if tag.startswith("val/") and tag.count("/") == 3]
-    lines = [
-        f"| {benchmark} | {policy} | {metric} | {scalars[f'val/{benchmark}/{policy}/{metric}'][-1][1]:.4g} |"
-        for _, benchmark, policy, metric in rows
-    ]
-    return (
-        "\n".join(["| benchmark | policy | measure | last value |", "|---|---|---|---|", *lines, ""]) if lines else ""
-    )
+def _evaluations(run: Path, rollouts: int) -> str:
+    """A table of the last evaluation that the run logged before the checkpoint."""
+    lines = []
+    for tag, values in read_scalars(run).items() if run.is_dir() else []:
+        before = [(step, value) for step, value in values if step <= rollouts]
+        if tag.startswith("val/") and tag.count("/") == 3 and before:
+            _, benchmark, policy, metric = tag.split("/")
+            lines.append(f"| {benchmark} | {policy} | {metric} | {before[-1][1]:.4g} | {before[-1][0]} |")
+    head = ["| benchmark | policy | measure | value | after rollout |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *lines, ""]) if lines else ""

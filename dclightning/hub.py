@@ -10,6 +10,7 @@ from huggingface_hub.constants import ENDPOINT
 def hub_answers() -> bool:
     """Whether the hub's name can be resolved, or a proxy may resolve it."""
     try:
-        return bool(getproxies() or socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443))
+        proxies = {"http", "https", "all"} & getproxies().keys()
+        return bool(proxies or socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443))
     except OSError:
         return False

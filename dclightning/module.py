@@ -416,11 +416,12 @@ class GRPOModule(L.LightningModule):
                 deployed = measures(self._results[place - 1], k, majority)
                 gap = {name: deployed[name] - values[name] for name in values if "@" in name}
                 metrics |= self._with_intervals(f"{stage}/{benchmark}/deployed-training", gap)
-        if self.trainer.sanity_checking:  # the evaluation before the first step, which Lightning would not log
-            if self.logger is not None:
-                self.logger.log_metrics(metrics, step=0)
-        else:
-            self.log_dict(metrics)
+        # At the number of rollouts that the policy has learnt from; Lightning would log at the one before, and nothing
+        # of the evaluation before the first.
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=self.trainer.fit_loop.total_batch_idx + 1)
+        if not self.trainer.sanity_checking:
+            self.log_dict(metrics, logger=False)
 
     def _with_intervals(self, prefix: str, values: dict[str, Tensor]) -> dict[str, float]:
         """The means over the problems of all ranks, and the ends of their intervals."""

@@ -23,7 +23,9 @@ def main(arguments: list[str]) -> None:
     parser = ArgumentParser(prog="dclightning prepare", description=__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with these options")
     parser.add_class_arguments(Source, "source")
-    parser.add_argument("--benchmarks", type=list[str], default=[], help="names, files, or NAME=FILE of benchmarks")
+    parser.add_argument(
+        "--benchmarks", type=list[str] | str, default=[], help="names, files, or NAME=FILE, with commas"
+    )
     parser.add_argument(
         "--scripts", type=list[str] | None, default=None, help="keep these only: latin, cjk, cyrillic, …"
     )
@@ -35,17 +37,24 @@ def main(arguments: list[str]) -> None:
         options = parser.instantiate_classes(parser.parse_args(arguments[1:]))
     except (ArgumentError, ValueError) as error:
         raise UserError(" ".join(str(error).split())) from error
-    problems = load_problems(options.source, "source.path")
+    if options.output.resolve() == Path(options.source.path).resolve():
+        raise UserError(f"--output={str(options.output)!r}: is the source; name another file")
+    if options.dropped is not None and options.dropped.resolve() == options.output.resolve():
+        raise UserError(f"--dropped={str(options.dropped)!r}: is the output; name another file")
+    broken: list[str] = []
+    problems = load_problems(options.source, "source.path", broken)
     found = faults(problems, load_benchmarks(options.benchmarks), options.scripts)
     kept = [problem for place, problem in enumerate(problems) if place not in found]
+    if broken:
+        print(f"{len(broken):8,} dropped: no problem ({broken[0]})", file=sys.stderr)
+    for reason, count in Counter(found.values()).most_common():
+        print(f"{count:8,} dropped: {reason}", file=sys.stderr)
     if not kept:
         raise UserError(f"source.path={options.source.path!r}: no problem is left")
     _write(options.output, kept, {}, "output")
     if options.dropped is not None:
         _write(options.dropped, [problems[place] for place in found], dict(enumerate(found.values())), "dropped")
-    for reason, count in Counter(found.values()).most_common():
-        print(f"{count:8,} dropped: {reason}", file=sys.stderr)
-    print(f"{len(kept):8,} of {len(problems):,} problems are in {options.output}", file=sys.stderr)
+    print(f"{len(kept):8,} of {len(problems) + len(broken):,} problems are in {options.output}", file=sys.stderr)
 
 
 def _write(path: Path, problems: list[Problem], reasons: dict[int, str], field: str) -> None:

@@ -53,7 +53,8 @@ def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None
     evaluations = [tag for tag in scalars if tag.count("/") == 3 and tag.startswith("val/") and "/avg@" in tag]
     for tag in sorted(evaluations):
         _, benchmark, policy, metric = tag.split("/")
-        _add_row(table, f"{benchmark}: {metric} of the {policy} policy", scalars[tag])
+        whose = "deployed less training" if "-" in policy else f"of the {policy} policy"
+        _add_row(table, f"{benchmark}: {metric} {whose}", scalars[tag])
     parts = [tag for tag in scalars if tag.startswith("reward/") and tag not in ("reward/timeouts", "reward/errors")]
     of_parts = {f"mean {tag.removeprefix('reward/')}": tag for tag in parts} if len(parts) > 1 else {}
     for label, tag in (ROWS | of_parts).items():

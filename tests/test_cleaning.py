@@ -50,7 +50,7 @@ def test_images(text, found):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("Find $\\alpha$, α, ñ and ℝ, 𝑥!", "latin"),
+        ("Find $\\alpha$, α, ñ and ℝ, 𝑥, ℵ, ʹ!", "latin"),
         ("求 x", "cjk"),
         ("Найдите x", "cyrillic"),
         ("xを求めよ", "hiragana"),
@@ -58,6 +58,13 @@ def test_images(text, found):
 )
 def test_scripts(text, name):
     assert script(text) == name
+
+
+def test_answers_that_are_equal_do_not_contradict_each_other():
+    assert faults(problems(("a b", "1/2"), ("A b", "0.5"), ("c", "2"), ("c", "2.0")), {}) == {
+        1: "duplicate",
+        3: "duplicate",
+    }
 
 
 def test_each_fault_is_found_and_the_gravest_is_named():
@@ -101,6 +108,16 @@ def test_prepare_writes_what_is_good_and_says_what_is_not(tmp_path):
     ]
     assert "1 of 4 problems are in" in done.stderr
     assert "1 dropped: in mine" in done.stderr
+    (tmp_path / "raw.jsonl").write_text('{"problem": "a", "answer": 1}\n{\n{"problem": " ", "answer": 1}\n')
+    benchmark = f"--benchmarks=mine={tmp_path / 'mine.jsonl'}"
+    done = run("--source.path", tmp_path / "raw.jsonl", "--output", kept, benchmark)
+    assert done.returncode == 0, done.stderr
+    assert "2 dropped: no problem (line 2: Expecting" in done.stderr
+    assert "1 of 3 problems are in" in done.stderr
+    nothing = run("--source.path", tmp_path / "raw.jsonl", "--output", kept, "--scripts=[cjk]")
+    assert nothing.returncode == 2
+    assert "1 dropped: latin" in nothing.stderr
+    assert "no problem is left" in nothing.stderr
 
 
 @pytest.mark.parametrize(
@@ -111,8 +128,9 @@ def test_prepare_writes_what_is_good_and_says_what_is_not(tmp_path):
         (["--source.path", "GOOD"], "output"),
         (["--source.path", "GOOD", "--output", "/no/folder"], "--output='/no/folder': cannot be written"),
         (["--source.path", "GOOD", "--output", "x", "--benchmarks+=aime26"], "benchmarks='aime26'"),
-        (["--source.path", "GOOD", "--output", "x", "--source.problem=q"], "line 1: has no field q"),
-        (["--source.path", "GOOD", "--output", "x", "--scripts=[cjk]"], "no problem is left"),
+        (["--source.path", "GOOD", "--output", "x", "--source.problem=q"], "no problems in it: line 1: has no field q"),
+        (["--source.path", "GOOD", "--output", "x", "--dropped", "x"], "--dropped='x': is the output"),
+        (["--source.path", "GOOD", "--output", "GOOD"], "is the source; name another file"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(tmp_path, arguments, message):

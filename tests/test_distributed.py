@@ -150,7 +150,7 @@ from dclightning import GRPOModule, RolloutDataModule, Sampling, TransformersEng
 from dclightning.callbacks import RolloutCheckpoint, WeightSync
 from dclightning.errors import RunStoppedError
 
-where, folder = sys.argv[1:]
+where, folder, limit = sys.argv[1:]
 
 
 def breaks(problems, completions):
@@ -161,7 +161,8 @@ def breaks(problems, completions):
 
 
 def validates(problems, completions):
-    if trainer.global_rank == 1 and where == "validation" and trainer.fit_loop.total_batch_idx == 0:
+    rollouts = trainer.fit_loop.total_batch_idx + 1
+    if trainer.global_rank == 1 and (where, rollouts) in (("validation", 1), ("evaluation before training", 0)):
         raise OSError("the server is down")
     return [1.0] * len(completions)
 
@@ -171,11 +172,11 @@ sampling = Sampling(max_tokens=8)
 data = RolloutDataModule(
     "dclightning/arithmetic-train", TransformersEngine(), breaks, prompts_per_step=4, group_size=2, sampling=sampling,
     reward_errors="stop", validation_problems={"arithmetic": "dclightning/arithmetic-test"},
-    validation_reward=validates, validation_sampling=sampling, validation_limit=3,
+    validation_reward=validates, validation_sampling=sampling, validation_limit=int(limit),
 )
 trainer = L.Trainer(
     accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, limit_train_batches=3, logger=False,
-    callbacks=[WeightSync(), RolloutCheckpoint(100)], default_root_dir=folder, num_sanity_val_steps=0,
+    callbacks=[WeightSync(), RolloutCheckpoint(100)], default_root_dir=folder, num_sanity_val_steps=-1,
     val_check_interval=1,
     enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
 )
@@ -186,8 +187,23 @@ except RunStoppedError as error:
 """
 
 
-@pytest.mark.parametrize("where", ["training", "validation"])
+@pytest.mark.parametrize("where", ["training", "validation", "evaluation before training"])
 def test_all_ranks_stop_where_a_reward_fails_on_one(tmp_path, where):
+    out = run_two_ranks(tmp_path, where, limit=3)
+    assert "rank 0: another rank has stopped the run" in out
+    assert "rank 1: reward " in out
+    assert "OSError: the server is down" in out
+    if where != "evaluation before training":
+        saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+        assert saved["RolloutDataModule"] == {"step": 1}
+
+
+def test_a_rank_without_problems_waits_for_the_others(tmp_path):
+    assert run_two_ranks(tmp_path, "nowhere", limit=1) == ""
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["RolloutDataModule"] == {"step": 3}
+
+
+def run_two_ranks(tmp_path, where, limit):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -195,11 +211,7 @@ def test_all_ranks_stop_where_a_reward_fails_on_one(tmp_path, where):
     script.write_text(STOPPING)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), where, str(tmp_path)],
+        [sys.executable, str(script), where, str(tmp_path), str(limit)],
         env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True,
     )  # fmt: skip
-    assert "rank 0: another rank has stopped the run" in done.stdout
-    assert "rank 1: reward " in done.stdout
-    assert "OSError: the server is down" in done.stdout
-    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-    assert saved["RolloutDataModule"] == {"step": 1}
+    return done.stdout

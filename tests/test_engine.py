@@ -133,6 +133,70 @@ def test_logprobs_are_finite(fp32_engine):
     assert all(math.isfinite(logprob) and logprob <= 1e-4 for c in completions for logprob in c.logprobs)
 
 
+@pytest.fixture(scope="module")
+def plain_engine():
+    """transformers on the same weights, in batches that do not fit groups."""
+    engine = TransformersEngine(batch_size=5)
+    engine.start(resolve_model(TINY), max_length=128)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_transformers_samples_with_the_trainers_logprobs(plain_engine, temperature):
+    model, told = load_policy(TINY), []
+    plain_engine.load_weights(named_weights(model), 3)
+    completions = plain_engine.generate(
+        PROMPTS,
+        Sampling(max_tokens=40, temperature=temperature),
+        4,
+        1,
+        lambda place, group: told.append((place, group)),
+    )
+    assert told == [(place, completions[4 * place : 4 * place + 4]) for place in range(3)]
+    rollout = as_rollout(PROMPTS, completions, 4, temperature)
+    torch.testing.assert_close(trainer_logprobs(model, rollout), rollout.rollout_logprobs, rtol=1e-4, atol=1e-4)
+    assert plain_engine.version == 3
+
+
+def test_transformers_and_vllm_give_the_same_tokens_the_same_logprobs(fp32_engine, plain_engine):
+    fp32_engine.load_weights(named_weights(load_policy(TINY)), 0)
+    plain_engine.load_weights(named_weights(load_policy(TINY)), 0)
+    tokenizer, found = load_tokenizer(TINY), []
+    chats = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((12, 34), (7, 50), (61, 18))]
+    prompts = [list(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]) for chat in chats]
+    for engine in (plain_engine, fp32_engine):
+        for completion in engine.generate(prompts, Sampling(max_tokens=60, temperature=0.0), 1, 0):
+            found.append(completion)
+            assert completion.finish_reason == "stop"
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        # From where a tie is broken otherwise, they go different ways.
+        same = next(
+            (i for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=False)) if a != b),
+            len(ours.token_ids),
+        )
+        assert same >= 5
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs[:same]), torch.tensor(theirs.logprobs[:same]), rtol=1e-3, atol=1e-3
+        )
+
+
+def test_transformers_sampling_follows_the_seed_and_stops_at_the_end_token(plain_engine):
+    tokenizer = load_tokenizer(TINY)
+    question = [{"role": "user", "content": "What is 12 + 34?"}]
+    prompt = list(tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"])
+
+    def draw(seed):
+        return plain_engine.generate([prompt], Sampling(max_tokens=60), 8, seed)
+
+    first = draw(0)
+    assert first == draw(0) != draw(1)
+    assert all(c.token_ids.index(tokenizer.eos_token_id) == len(c.token_ids) - 1 for c in first)
+    assert len({tuple(c.token_ids) for c in first}) > 1
+    top = plain_engine.generate([prompt], Sampling(max_tokens=60, top_k=1), 2, 0)
+    assert top[0] == top[1]
+
+
 # From here on engines come and go: closing one ends the process group that they share.
 
 
@@ -205,67 +269,3 @@ def test_a_float32_engine_with_another_cache_is_refused():
     engine = VLLMEngine(dtype="float32", options={"kv_cache_dtype": "bfloat16"})
     with pytest.raises(UserError, match="computes garbage"):
         engine.start(resolve_model(TINY), 64)
-
-
-@pytest.fixture(scope="module")
-def plain_engine():
-    """transformers on the same weights, in batches that do not fit groups."""
-    engine = TransformersEngine(batch_size=5)
-    engine.start(resolve_model(TINY), max_length=128)
-    yield engine
-    engine.close()
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_transformers_samples_with_the_trainers_logprobs(plain_engine, temperature):
-    model, told = load_policy(TINY), []
-    plain_engine.load_weights(named_weights(model), 3)
-    completions = plain_engine.generate(
-        PROMPTS,
-        Sampling(max_tokens=40, temperature=temperature),
-        4,
-        1,
-        lambda place, group: told.append((place, group)),
-    )
-    assert told == [(place, completions[4 * place : 4 * place + 4]) for place in range(3)]
-    rollout = as_rollout(PROMPTS, completions, 4, temperature)
-    torch.testing.assert_close(trainer_logprobs(model, rollout), rollout.rollout_logprobs, rtol=1e-4, atol=1e-4)
-    assert plain_engine.version == 3
-
-
-def test_transformers_and_vllm_give_the_same_tokens_the_same_logprobs(fp32_engine, plain_engine):
-    fp32_engine.load_weights(named_weights(load_policy(TINY)), 0)
-    plain_engine.load_weights(named_weights(load_policy(TINY)), 0)
-    tokenizer, found = load_tokenizer(TINY), []
-    chats = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in ((12, 34), (7, 50), (61, 18))]
-    prompts = [list(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]) for chat in chats]
-    for engine in (plain_engine, fp32_engine):
-        for completion in engine.generate(prompts, Sampling(max_tokens=60, temperature=0.0), 1, 0):
-            found.append(completion)
-            assert completion.finish_reason == "stop"
-    for ours, theirs in zip(found[:3], found[3:], strict=True):
-        # From where a tie is broken otherwise, they go different ways.
-        same = next(
-            (i for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=False)) if a != b),
-            len(ours.token_ids),
-        )
-        assert same >= 5
-        torch.testing.assert_close(
-            torch.tensor(ours.logprobs[:same]), torch.tensor(theirs.logprobs[:same]), rtol=1e-3, atol=1e-3
-        )
-
-
-def test_transformers_sampling_follows_the_seed_and_stops_at_the_end_token(plain_engine):
-    tokenizer = load_tokenizer(TINY)
-    question = [{"role": "user", "content": "What is 12 + 34?"}]
-    prompt = list(tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"])
-
-    def draw(seed):
-        return plain_engine.generate([prompt], Sampling(max_tokens=60), 8, seed)
-
-    first = draw(0)
-    assert first == draw(0) != draw(1)
-    assert all(c.token_ids.index(tokenizer.eos_token_id) == len(c.token_ids) - 1 for c in first)
-    assert len({tuple(c.token_ids) for c in first}) > 1
-    top = plain_engine.generate([prompt], Sampling(max_tokens=60, top_k=1), 2, 0)
-    assert top[0] == top[1]

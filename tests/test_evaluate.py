@@ -12,6 +12,7 @@ import torch
 from dclightning import Sampling, TransformersEngine, VLLMEngine
 from dclightning.accuracy import interval
 from dclightning.data.arithmetic import arithmetic_problems
+from dclightning.errors import UserError
 from dclightning.evaluate import evaluate
 from dclightning.evaluation import measures
 from tests.helpers import TINY
@@ -81,4 +82,61 @@ def test_a_killed_evaluation_resumes_and_gives_the_same_table(benchmark, tmp_pat
     other = command(benchmark, tmp_path / "cut", "--sampling.temperature", "0.9", "--seed", "1")
     refused = subprocess.run(other, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2
-    assert "holds results of another sampling, seed; name another folder" in refused.stderr
+    assert "holds results of another sampling and seed; name" in refused.stderr
+    assert "name another folder, or remove it" in refused.stderr
+
+
+def test_more_problems_are_added_to_those_that_are_kept(benchmark, tmp_path):
+    engine = TransformersEngine()
+
+    def run(limit, **options):
+        options = {"sampling": SHORT, "samples": 2, "at_once": 4, "output": tmp_path, **options}
+        return evaluate(f"mine={TINY}", str(benchmark), engine, limit=limit, **options)["mine"]["sums"]
+
+    few = run(4)
+    more = run(8)
+    assert more[:4] == few
+    assert run(4) == few
+    assert run(8) == more
+    for changed, message in (
+        ({"seed": 1}, "another seed"),
+        ({"system_prompt": "Be brief."}, "another prompts"),
+        ({"samples": 3}, r"another samples \(2, now 3\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(8, **changed)
+    first, *others = benchmark.read_text().splitlines()
+    benchmark.write_text("\n".join([first, *others[::-1]]))
+    with pytest.raises(UserError, match="results of other problems"):
+        run(8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "dclightning.TransformersEngine", "--benchmarks", "nope"], "benchmarks='nope': there is aime24"),
+        (["--engine.quantization", "fp9", "--benchmarks", "FILE"], "fp9"),
+        (["--prompt_template", "x", "--benchmarks", "FILE"], "prompt_template='x': must contain {problem}"),
+        (["--benchmarks", "FILE", "--model", "a=x,a=y"], "two policies have the name 'a'"),
+        (["--benchmarks", "FILE", "--model", "nowhere"], "model='nowhere': no such folder"),
+        (["--benchmarks", "FILE", "--samples", "0"], "samples=0: must be at least 1"),
+        (["--benchmarks", "FILE", "--sampling.max_tokens", "9999"], "sampling.max_tokens=9999: the longest prompt"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_and_keeps_nothing(tmp_path, options, message):
+    (tmp_path / "b.jsonl").write_text('{"problem": "What is 1 + 1?", "answer": 2}')
+    base = [sys.executable, "-m", "dclightning", "evaluate", "--output", "out", "--sampling.max_tokens", "8"]
+    options = ["b.jsonl" if word == "FILE" else word for word in ("--model", TINY, *options)]
+    done = subprocess.run([*base, *options], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert not any(file.stat().st_size for file in tmp_path.glob("out/*/*.jsonl"))
+
+
+def test_transformers_may_be_the_engine(tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"problem": "What is 1 + 1?", "answer": 2}')
+    options = ["--engine", "dclightning.TransformersEngine", "--sampling.max_tokens", "8", "--model", TINY]
+    command = [sys.executable, "-m", "dclightning", "evaluate", "--benchmarks", "b.jsonl", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "b: 1 problems, 1 responses to each" in done.stdout

@@ -58,7 +58,18 @@ def test_only_line_feeds_end_a_line(tmp_path):
     assert load_problems(str(path)) == [Problem("1", "a\u2028b", "1.5")]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"problem": "x"}', "3", '{"problem": null, "answer": "1"}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{", "[]", '{"problem": "x"}', "3", '{"problem": null, "answer": "1"}', '{"problem": " ", "answer": "1"}'),
+        *(
+            '{"problem": "x", "answer": []}',
+            '{"problem": "x", "answer": NaN}',
+            '{"problem": "x", "answer": [{"a": 1}]}',
+        ),
+        *('{"problem": "x", "answer": ""}', '{"problem": "x", "answer": true}'),
+    ],
+)
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "p.jsonl"
     path.write_text('{"problem": "x", "answer": "y"}\n' + line + "\n")
@@ -82,7 +93,7 @@ def test_without_a_network_the_hub_is_given_up_in_one_line(monkeypatch):
     monkeypatch.setattr("dclightning.data.problems.hub_answers", lambda: False)
     for name in ("math500", "aime24"):
         with pytest.raises(
-            UserError, match=f"benchmarks {name}=.*the hub does not give .*pass a file, such as problems.jsonl"
+            UserError, match=f"benchmarks {name}=.*the hub cannot be reached.*pass a file, such as problems.jsonl"
         ):
             load_benchmarks([name])
 
@@ -150,8 +161,12 @@ def test_benchmarks_go_by_name_or_file(tmp_path):
     assert load_benchmarks([path, f"aime24={path}"]) == {"mine": PROBLEMS[:1], "aime24": PROBLEMS[:1]}
     with pytest.raises(UserError, match="there are two by the name 'mine'"):
         load_benchmarks([path, f"mine={path}"])
-    with pytest.raises(UserError, match="benchmarks='aime26': there is aime24, aime25"):
-        load_benchmarks(["aime26"])
+    for wrong in ("aime26", "", "../x=f", "=f"):
+        with pytest.raises(UserError, match=f"benchmarks='{wrong}': there is aime24, aime25"):
+            load_benchmarks([wrong])
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "lr=1" / "b.jsonl").write_text(json.dumps(ROWS[0]))
+    assert list(load_benchmarks(f"{path}, {tmp_path}/lr=1/b.jsonl")) == ["mine", "b"]
 
 
 def test_bundled_problems_go_by_name():

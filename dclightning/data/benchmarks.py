@@ -28,19 +28,27 @@ BENCHMARKS = {
 }
 
 
-def load_benchmarks(specs: list[str], field: str = "benchmarks") -> dict[str, list[Problem]]:
+def load_benchmarks(specs: str | list[str], field: str = "benchmarks") -> dict[str, list[Problem]]:
     """Benchmarks by name: ``aime24``, from the hub; ``aime24=FILE``; or ``FILE`` alone, by the file's name.
+
+    Args:
+        specs: A list of these, or a text with commas between them.
+        field: The setting that named them, for messages.
 
     Raises:
         UserError: If there is no such benchmark or file, or a name is there twice.
     """
     loaded: dict[str, list[Problem]] = {}
-    for spec in specs:
+    for spec in map(str.strip, specs.split(",") if isinstance(specs, str) else specs):
         name, given, path = spec.partition("=")
+        if Path(spec).is_file():  # there may be an equals sign in a path
+            name, given, path = spec, "", ""
         if not given and name not in BENCHMARKS:
-            if not Path(spec).exists() and "/" not in spec and "." not in spec:
+            if not spec or (not Path(spec).exists() and "/" not in spec and "." not in spec):
                 raise UserError(f"{field}={spec!r}: there is {', '.join(BENCHMARKS)}, or name a file, as {spec}=FILE")
             name, path = Path(spec).name.partition(".")[0], spec
+        if not name or "/" in name:
+            raise UserError(f"{field}={spec!r}: there is {', '.join(BENCHMARKS)}, or name a file, as NAME=FILE")
         if name in loaded:
             raise UserError(f"{field}={spec!r}: there are two by the name {name!r}; give one another, as NAME=FILE")
         source: str | Source = path or BENCHMARKS[name].source

@@ -6,12 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from dclightning.data.problems import Problem
+from dclightning.rewards.equality import judge
 
 _NO_WORD = re.compile(r"[\W_]+")
 # An operator behind an operand, with the numbers beside it; other hyphens join words.
 _OPERATION = re.compile(r"(?<![^\W_])([^\W_]*)[)}]*(?<=[\w)}])\s*([+*/=<>]|-(?=\s*\d))\s*(\d*)")
 _TIMES = re.compile(r"\\(?:times|cdot)|×")
-_IMAGE = re.compile(r"\[asy\]|!\[|<img|\\includegraphics|\.(?:png|jpe?g|gif|svg)\b", re.IGNORECASE)
+_IMAGE = re.compile(
+    r"\[asy\]|!\[|<im(?:g|age)\b|\\begin\{tikzpicture|\\includegraphics|\.(?:png|jpe?g|gif|svg)\b", re.IGNORECASE
+)
 
 
 def normalized(text: str) -> str:
@@ -31,14 +34,15 @@ def needs_an_image(text: str) -> bool:
 
 def script(text: str) -> str:
     """The script of most letters that are no Latin or Greek ones, such as ``cjk`` or ``cyrillic``; else ``latin``."""
-    found = Counter(unicodedata.name(letter, "unknown").split()[0].lower() for letter in text if _is_foreign(letter))
+    # Letters that Unicode keeps for mathematics have plain ones as compatible forms; but the aleph is Hebrew's.
+    letters = [c for c in unicodedata.normalize("NFKC", text.replace("ℵ", "")) if not c.isascii() and _is_letter(c)]
+    names = [unicodedata.name(letter, "unknown").split()[0] for letter in letters]
+    found = Counter(name.lower() for name in names if name not in ("LATIN", "GREEK"))
     return found.most_common(1)[0][0] if found else "latin"
 
 
-def _is_foreign(letter: str) -> bool:
-    # Letters that Unicode keeps for mathematics have names of their own, and a plain letter as compatible form.
-    plain = unicodedata.normalize("NFKC", letter)[:1]
-    return letter.isalpha() and not unicodedata.name(plain, "unknown").startswith(("LATIN", "GREEK"))
+def _is_letter(character: str) -> bool:
+    return unicodedata.category(character) in ("Lu", "Ll", "Lo")
 
 
 def faults(
@@ -60,14 +64,15 @@ def faults(
     answers = defaultdict(set)
     for key, problem in zip(keys, problems, strict=True):
         answers[key].add(problem.answer.strip())
+    contradicted = {key for key, some in answers.items() if _differ(some)}
     # Where answers differ, the operations tell whether the questions do: x + 1 and x - 1.
     places = defaultdict(list)
     for place, (key, problem) in enumerate(zip(keys, problems, strict=True)):
-        places[key, str(operations(problem.problem)) if len(answers[key]) > 1 else ""].append(place)
+        places[key, str(operations(problem.problem)) if key in contradicted else ""].append(place)
     held_out = {normalized(problem.problem): name for name, some in benchmarks.items() for problem in some}
     found = {}
     for same in places.values():
-        conflict = len({problems[place].answer.strip() for place in same}) > 1
+        conflict = keys[same[0]] in contradicted and _differ({problems[place].answer.strip() for place in same})
         for nth, place in enumerate(same):
             text = problems[place].problem
             if conflict:
@@ -81,3 +86,8 @@ def faults(
             elif scripts is not None and (written := script(text)) not in scripts:
                 found[place] = written
     return dict(sorted(found.items()))
+
+
+def _differ(answers: set[str]) -> bool:
+    first, *others = sorted(answers)
+    return not all(judge(first, other).equal for other in others)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,15 @@ class Source:
     remove: tuple[str, ...] = ()
 
 
-def load_problems(source: str | Source | list[Problem], field: str = "problems") -> list[Problem]:
+def load_problems(
+    source: str | Source | list[Problem], field: str = "problems", broken: list[str] | None = None
+) -> list[Problem]:
     """Problems from a file, the hub or the package.
 
     Args:
         source: Where they are; a path alone if its fields have the usual names; or the problems themselves.
         field: The setting that named the source, for messages.
+        broken: Takes what is wrong with rows that are no problems, which are left out then.
 
     Raises:
         UserError: If there are none, or a row is no problem.
@@ -66,23 +70,28 @@ def load_problems(source: str | Source | list[Problem], field: str = "problems")
         try:
             problems.append(_problem(row, number, source))
         except (LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{field}={source.path!r}, {place} {number}: {error}") from error
+            if broken is None:
+                raise UserError(f"{field}={source.path!r}, {place} {number}: {error}") from error
+            broken.append(f"{place} {number}: {error}")
     if not problems:
-        raise UserError(f"{field}={source.path!r}: there are no problems in it")
+        first = f": {broken[0]}" if broken else ""
+        raise UserError(f"{field}={source.path!r}: there are no problems in it{first}")
     return problems
 
 
 def _problem(row: Any, number: int, source: Source) -> Problem:
+    if isinstance(row, ValueError):
+        raise row
     if not isinstance(row, dict):
         raise TypeError("must be an object with a problem and an answer")
     problem, answer = _at(row, source.problem), _at(row, source.answer)
     if not isinstance(problem, str):
         raise TypeError(f"{source.problem} must be text")
-    if isinstance(answer, list):
-        answer = ", ".join(map(str, answer))
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise TypeError(f"{source.answer} must be text or a number")
-    answer = str(answer)
+    answers = answer if isinstance(answer, list) else [answer]
+    for some in answers:
+        if isinstance(some, bool) or not isinstance(some, str | int | float | Decimal) or some != some:
+            raise TypeError(f"{source.answer} must be text or a number")
+    answer = ", ".join(map(str, answers))
     if source.answer_after:
         _, found, answer = answer.rpartition(source.answer_after)
         if not found:
@@ -90,11 +99,16 @@ def _problem(row: Any, number: int, source: Source) -> Problem:
         answer = answer.strip()
     for text in source.remove:
         problem = problem.replace(text, "")
+    for name, text in ((source.problem, problem), (source.answer, answer)):
+        if not text.strip():
+            raise ValueError(f"{name} is empty")
     try:
         identifier = _at(row, source.id)
     except LookupError:
-        identifier = number
-    return Problem(str(identifier), problem.strip() if source.remove else problem, answer)
+        identifier = None
+    return Problem(
+        str(number if identifier is None else identifier), problem.strip() if source.remove else problem, answer
+    )
 
 
 def _at(row: Any, path: str) -> Any:
@@ -116,7 +130,7 @@ def _rows(path: str, field: str) -> Iterator[tuple[str, int, Any]]:
         if not file.is_file():
             raise UserError(f"{field}={path!r}: no such file")
         if file.suffix == ".jsonl":
-            yield from _json_lines(file, field)
+            yield from _json_lines(file)
             return
         rows = _READERS.get(file.suffix)
         if rows is None:
@@ -131,14 +145,15 @@ def _rows(path: str, field: str) -> Iterator[tuple[str, int, Any]]:
         raise UserError(f"{field}={path!r}: no such file")
 
 
-def _json_lines(file: Path, field: str) -> Iterator[tuple[str, int, Any]]:
+def _json_lines(file: Path) -> Iterator[tuple[str, int, Any]]:
     with file.open("rb") as lines:  # only line feeds end a line
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield "line", number, json.loads(line)
+                    row = json.loads(line)
                 except ValueError as error:
-                    raise UserError(f"{field}={str(file)!r}, line {number}: {error}") from error
+                    row = error
+                yield "line", number, row
 
 
 def _json(file: Path) -> list[Any]:
@@ -174,13 +189,17 @@ def _hub_rows(path: str, field: str) -> Iterator[Any]:
 
     name, _, split = path.partition("@")
     name, _, subset = name.partition(":")
-    if not hub_answers():  # what was downloaded before can be had; to try anything else would take a while
+    online, before = hub_answers(), datasets.config.HF_HUB_OFFLINE
+    if not online:  # what was downloaded before can be had; to try anything else would take a while
         datasets.config.HF_HUB_OFFLINE = True
     try:
-        yield from datasets.load_dataset(name, subset or None, split=split or "train")
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        rows = datasets.load_dataset(name, subset or None, split=split or "train")
+    except Exception as error:  # of a dozen kinds
+        reason = " ".join(str(error).split())[:200] if online else "the hub cannot be reached"
         raise UserError(
-            f"{field}={path!r}: no such file, and the hub does not give a dataset of this name ({reason}); "
+            f"{field}={path!r}: no such file, and no dataset of the hub ({reason}); "
             "without a network pass a file, such as problems.jsonl"
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+    yield from rows

@@ -152,15 +152,18 @@ class RolloutDataModule(L.LightningDataModule):
             known = BENCHMARKS.get(source) if isinstance(source, str) else None
             problems = load_problems(known.source if known else source, f"validation_problems.{name}")
             self.benchmarks[name] = problems[: self.validation_limit]
-            self.samples[name] = self.validation_samples or (known.samples if known else 1)
+            papers = known or BENCHMARKS.get(name)
+            self.samples[name] = self.validation_samples or (papers.samples if papers else 1)
+            if self.samples[name] > 1 and self.validation_sampling.temperature == 0:
+                number = f"validation_samples={self.samples[name]} ({name})"
+                raise UserError(f"{number}: at temperature 0 all samples are the same; use 1")
         longest = max((self._longest(p, self.validation_sampling) for p in self.benchmarks.values()), default=0)
         if stage == "fit":
             self.training_problems = self._short_enough(load_problems(self.problems))
             self._report_faults()
             if len(self.training_problems) < self.prompts_per_step:
                 raise UserError(
-                    f"prompts_per_step={self.prompts_per_step}: problems={self.problems!r} "
-                    f"has only {len(self.training_problems)}"
+                    f"prompts_per_step={self.prompts_per_step}: there are only {len(self.training_problems)} problems"
                 )
             if self.prompts_per_step % self._replicas:
                 raise UserError(
@@ -179,7 +182,7 @@ class RolloutDataModule(L.LightningDataModule):
         if longest > (limit := longest_context(model)):
             raise UserError(
                 f"max_tokens: the longest prompt and response make {longest} tokens, model={model!r} takes {limit}; "
-                "set sampling and validation_sampling"
+                "set sampling and validation_sampling, or max_prompt_tokens for what is trained on"
             )
         self.engine.start(resolve_model(model), longest)
         if self.training_engine is not None:
@@ -336,7 +339,9 @@ class RolloutDataModule(L.LightningDataModule):
     def _benchmark_loader(self, name: str, policy: str) -> "RolloutLoader":
         mine, samples = self.benchmarks[name][self._rank :: self._replicas], self.samples[name]
         size = max(1, self.prompts_per_step * self.group_size // self._replicas // samples)
-        chunks = [mine[i : i + size] for i in range(0, len(mine), size)]
+        # As many on each rank, if with nothing in them: ranks meet in between.
+        most = -(-len(self.benchmarks[name]) // self._replicas)
+        chunks = [mine[i : i + size] for i in range(0, most, size)]
         scorer = self.validation_scorer
 
         def responses() -> Iterator[list[Evaluated]]:
@@ -346,11 +351,13 @@ class RolloutDataModule(L.LightningDataModule):
                 seed = derive_seed(self.seed, "validation", name, i, self._rank)
                 prompts, sampling = [self.encode(problem) for problem in chunk], self.validation_sampling
                 try:
-                    found = respond(engine, self.tokenizer, chunk, prompts, scorer, sampling, samples, seed)
+                    if chunk and self._validation_stopped is None:
+                        found = respond(engine, self.tokenizer, chunk, prompts, scorer, sampling, samples, seed)
+                        yield evaluated(chunk, *found, scorer.rewards["validation"])
+                        continue
                 except RunStoppedError as error:  # other ranks have other problems; all stop when all are through
                     self._validation_stopped = error
-                    return
-                yield evaluated(chunk, *found, scorer.rewards["validation"])
+                yield []
 
         return RolloutLoader(responses, len(chunks))
 

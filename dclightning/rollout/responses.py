@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from dclightning.data.problems import Problem
+from dclightning.errors import UserError
 from dclightning.phases import phases
 from dclightning.rewards.scoring import Scorer, Scores
 from dclightning.rollout.engine import RolloutEngine
@@ -33,7 +36,12 @@ def encode_prompt(
     else:
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         messages.append({"role": "user", "content": text})
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **(options or {}))
+        try:
+            encoded = tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **(options or {})})
+        except TemplateError as error:
+            raise UserError(
+                f"chat template: {error}; are system_prompt and chat_template_options what it takes?"
+            ) from error
     return list(encoded["input_ids"])
 
 

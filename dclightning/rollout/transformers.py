@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -25,16 +25,16 @@ class TransformersEngine:
     """Samples with transformers' implementation of the model: what the trainer computes, where an engine is in doubt.
 
     Args:
-        dtype: Of weights and activations: ``float32``, ``bfloat16`` or ``float16``.
+        precision: Of weights and activations: ``float32``, ``bfloat16`` or ``float16``.
         batch_size: Responses sampled at a time.
     """
 
-    def __init__(self, dtype: str = "float32", batch_size: int = 64) -> None:
-        if dtype not in PRECISIONS:
-            raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(PRECISIONS)}")
+    def __init__(self, precision: str = "float32", batch_size: int = 64) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1")
-        self.dtype = dtype
+        self.precision = precision
         self.batch_size = batch_size
         self.version = 0
         self._model: Any = None
@@ -45,12 +45,16 @@ class TransformersEngine:
             return
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self._model = AutoModelForCausalLM.from_pretrained(model, dtype=PRECISIONS[self.dtype]).to(device).eval()
+            self._model = AutoModelForCausalLM.from_pretrained(model, dtype=PRECISIONS[self.precision])
+            end = AutoTokenizer.from_pretrained(model).eos_token_id
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"transformers cannot load model={model!r}: {reason}") from error
+        self._model.to(device).eval()
         ends = self._model.generation_config.eos_token_id
-        self._ends = torch.tensor([ends] if isinstance(ends, int) else ends or [], device=device)
+        ends = [ends] if isinstance(ends, int) else ends or []
+        ends = sorted({*ends, *([] if end is None else [end])})  # vLLM stops at all of these
+        self._ends = torch.tensor(ends, device=device)
         self.version = 0
 
     @torch.inference_mode()
