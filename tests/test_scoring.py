@@ -299,6 +299,18 @@ def test_a_server_that_is_down_is_not_asked_for_every_response():
     assert len(calls) < 30
 
 
+def test_none_is_no_failure_when_the_culprit_is_sought():
+    def often_none(problems, completions):
+        if any(problem.id == "24" for problem in problems):
+            raise OSError("refused")
+        return [None] * len(completions)
+
+    problems = [Problem(str(i // 8), "?", "1") for i in range(200)]
+    scores = Scorer(named(often_none)).finish(problems, COMPLETIONS * 50)
+    assert scores.total.isnan().all()
+    assert scores.errors == 8
+
+
 def test_what_was_begun_can_be_abandoned():
     scorer = Scorer(named(slow_length))
     scorer.begin(0, PROBLEMS[0], COMPLETIONS[:2])

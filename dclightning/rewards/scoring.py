@@ -176,10 +176,11 @@ def _scored(
             return [math.nan] * len(problems)
     # Which one was it? Responses to one problem stay together as long as they can, for a reward may compare them.
     found: list[float] = []
+    before = len(failures)
     several = problems[0].id != problems[-1].id
     for _, some in groupby(range(len(problems)), key=lambda i: problems[i].id if several else i):
         places = list(some)
-        if len(found) >= _GIVE_UP and all(map(math.isnan, found)):  # a server is down, say
+        if len(found) >= _GIVE_UP and len(failures) - before == len(found):  # a server is down, say
             failures += [(problem.id, failures[-1][1]) for problem in problems[places[0] :]]
             return found + [math.nan] * (len(problems) - places[0])
         found += _scored(reward, [problems[i] for i in places], [completions[i] for i in places], failures)
