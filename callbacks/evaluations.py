@@ -1,15 +1,13 @@
 """What the policies answered in each evaluation."""
 
-import json
 from collections import defaultdict
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from dclightning.evaluation import Evaluated
+from dclightning.evaluation import Evaluated, to_line
 
 _LONGEST = 2_000  # characters of a response in TensorBoard
 
@@ -57,8 +55,7 @@ class Evaluations(L.Callback):
         rank = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
         for (benchmark, policy), some in results.items():
             with (folder / f"{benchmark}-{policy}{rank}.jsonl").open("wb") as file:
-                for result in some:
-                    file.write(json.dumps(asdict(result), ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+                file.writelines(map(to_line, some))
             for logger in trainer.loggers if self.samples and trainer.is_global_zero else []:
                 if isinstance(logger, TensorBoardLogger):
                     table = _table(some[: self.samples])

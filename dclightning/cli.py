@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import signal
 import sys
 import warnings
@@ -19,8 +18,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dclightning.callbacks import Evaluations, Histograms, RolloutCheckpoint, RolloutProgress, WeightSync
-from dclightning.errors import UserError
+from dclightning.errors import UserError, one_line
 from dclightning.module import GRPOModule
+from dclightning.report import measures_of
 from dclightning.rollout.datamodule import RolloutDataModule
 
 LOG_FILE = "run.log"
@@ -146,11 +146,9 @@ class DCLightningCLI(LightningCLI):
     def _print_evaluation(self) -> None:
         """What was measured, with the ends of each interval; Lightning's own table would have a row for each end."""
         metrics = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
-        for name in metrics if self.trainer.is_global_zero else []:
-            if name.count("/") == 3:
-                _, benchmark, policy, metric = name.split("/")
-                interval = f"({metrics[f'{name}/low']:.4g}, {metrics[f'{name}/high']:.4g})"
-                print(f"{benchmark:<16} {policy:<18} {metric:<18} {metrics[name]:<8.4g} {interval}")
+        for name, benchmark, policy, metric in measures_of(metrics) if self.trainer.is_global_zero else []:
+            interval = f"({metrics[f'{name}/low']:.4g}, {metrics[f'{name}/high']:.4g})"
+            print(f"{benchmark:<16} {policy:<18} {metric:<18} {metrics[name]:<8.4g} {interval}")
 
     def after_fit(self) -> None:
         """Say where everything is."""
@@ -269,26 +267,3 @@ def _broken_config(arguments: list[str]) -> str:
         except (OSError, yaml.YAMLError):
             return path
     return "the options"
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, without what only the parser's authors need."""
-    message = " ".join(str(error).split())
-    message = re.sub(r"Type collections\.abc\.Callable\S*.*? expects a function or a callable class: ", "", message)
-    message = re.sub(r"\.? Got value: NestedArg\(.*\)$", "", message)
-    # The parser takes the name of a class that it does not know for a file.
-    if unknown := re.search(
-        r'"([\w.]+)": - Expected a path but (\S+) either not accessible or invalid - (.*)', message
-    ):
-        key, value, reason = unknown.groups()
-        if reason.startswith("Expected a"):
-            reason = f"there is no such class; yours go by import path, as mine.{value}"
-        return f"{key}={value!r}: {reason}"
-    head, union, rest = message.partition(" - Expected a path but ")
-    if not union:
-        head, union, rest = message.partition(" Does not validate against any of the Union subtypes ")
-    if not union:
-        return message
-    # A reason for each type that was tried: the first is the type that was meant.
-    reason = rest.partition(" Errors: - ")[2].split(" - ")[0].partition(" Given value type")[0]
-    return f"{head} {reason}. Got value: {rest.rpartition(' Given value: ')[2]}"

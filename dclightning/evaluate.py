@@ -23,8 +23,8 @@ from torch import Tensor
 from dclightning.accuracy import interval
 from dclightning.data.benchmarks import BENCHMARKS, load_benchmarks
 from dclightning.data.problems import Problem
-from dclightning.errors import UserError
-from dclightning.evaluation import Evaluated, Response, evaluated, measures
+from dclightning.errors import UserError, one_line
+from dclightning.evaluation import Evaluated, evaluated, from_line, measures, to_line
 from dclightning.models import load_tokenizer, longest_context, resolve_model
 from dclightning.rewards.math import MathReward
 from dclightning.rewards.scoring import Scorer
@@ -40,7 +40,7 @@ Results = dict[str, list[Evaluated]]
 
 def main(arguments: list[str]) -> None:
     """Evaluate and print the tables."""
-    from dclightning.cli import catch_logs, one_line
+    from dclightning.cli import catch_logs
 
     parser = ArgumentParser(prog="dclightning evaluate", description=__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with these options")
@@ -118,10 +118,11 @@ def evaluate(
             if name in policies:
                 raise UserError(f"model={model!r}: two policies have the name {name!r}; say NAME=FOLDER")
             policies[name] = path, sampler
-    prompts, longest = {}, {}
-    for path in {path for path, _ in policies.values()}:  # what is wrong is said before anything is sampled
-        prompting = (load_tokenizer(path), system_prompt, prompt_template, chat_template_options)
-        prompts[path] = {name: [_encode(p, *prompting) for p in problems] for name, problems in loaded.items()}
+    prompting = (system_prompt, prompt_template, chat_template_options)
+    tokenizers, prompts, longest = {}, {}, {}
+    for path in dict.fromkeys(path for path, _ in policies.values()):  # what is wrong is said before all sampling
+        tokenizer = tokenizers[path] = load_tokenizer(path)
+        prompts[path] = {name: [encode_prompt(tokenizer, p, *prompting) for p in some] for name, some in loaded.items()}
         longest[path] = max(len(ids) for some in prompts[path].values() for ids in some) + sampling.max_tokens
         if longest[path] > (most := longest_context(path)):
             needed = f"the longest prompt and response make {longest[path]} tokens, model={path!r} takes {most}"
@@ -129,19 +130,20 @@ def evaluate(
     found = {}
     with _progress(len(policies) * sum(counts[name] * len(problems) for name, problems in loaded.items())) as told:
         for name, (path, sampler) in policies.items():
-            asked, most = prompts[path], longest[path]
+            of_model = (path, tokenizers[path], prompts[path], longest[path])
             found[name] = _evaluate_policy(
-                path, sampler, loaded, asked, most, counts, reward, sampling, seed, at_once, output / name, told
+                *of_model, sampler, loaded, counts, reward, sampling, seed, at_once, output / name, told
             )
     return found
 
 
 def _evaluate_policy(
     model: str,
-    engine: RolloutEngine,
-    benchmarks: dict[str, list[Problem]],
+    tokenizer: Any,
     prompts: dict[str, list[list[int]]],
     longest: int,
+    engine: RolloutEngine,
+    benchmarks: dict[str, list[Problem]],
     samples: dict[str, int],
     reward: MathReward,
     sampling: Sampling,
@@ -150,7 +152,7 @@ def _evaluate_policy(
     folder: Path,
     told: Callable[[int], None],
 ) -> Results:
-    tokenizer, scorer = load_tokenizer(model), Scorer({"reward": reward})
+    scorer = Scorer({"reward": reward})
     found: Results = {}
     try:
         for name, problems in benchmarks.items():
@@ -175,10 +177,7 @@ def _evaluate_policy(
                     chunk_seed = derive_seed(seed, "evaluate", name, start)
                     answers = respond(engine, tokenizer, chunk, asked, scorer, sampling, k, chunk_seed, told)
                     fresh = evaluated(chunk, *answers, reward)
-                    for result in fresh:
-                        file.write(
-                            json.dumps(asdict(result), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-                        )
+                    file.writelines(map(to_line, fresh))
                     file.flush()
                     results += fresh
             found[name] = results
@@ -218,7 +217,7 @@ def _kept(
         raise UserError(f"output={str(file.parent)!r}: cannot be written ({error.strerror})") from error
     lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     complete = lines[: len(problems)] if len(lines) >= len(problems) else lines[: len(lines) // size * size]
-    results = [_result(json.loads(line)) for line in complete]
+    results = list(map(from_line, complete))
     if [result.problem for result in results] != problems[: len(results)]:
         raise UserError(f"output: {file} holds results of other problems; name another folder, or remove it")
     with file.open("r+b") as opened:
@@ -226,14 +225,6 @@ def _kept(
             opened.truncate(sum(map(len, complete)))
         opened.seek(0, os.SEEK_END)
         yield results, opened
-
-
-def _result(row: dict[str, Any]) -> Evaluated:
-    return Evaluated(Problem(**row["problem"]), [Response(**response) for response in row["responses"]])
-
-
-def _encode(problem: Problem, tokenizer: Any, *prompting: Any) -> list[int]:
-    return encode_prompt(tokenizer, problem, *prompting)
 
 
 def _settings(part: object) -> list[Any]:

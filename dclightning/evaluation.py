@@ -1,7 +1,8 @@
 """What a policy's responses to problems are worth."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ class Evaluated:
     responses: list[Response]
 
 
+def to_line(result: Evaluated) -> bytes:
+    """A problem and its responses as a line of JSON; half a surrogate pair, which UTF-8 cannot hold, stays escaped."""
+    return json.dumps(asdict(result), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def from_line(line: bytes) -> Evaluated:
+    """What ``to_line`` has written."""
+    row = json.loads(line)
+    return Evaluated(Problem(**row["problem"]), [Response(**response) for response in row["responses"]])
+
+
 def compares_answers(reward: Any) -> bool:
     """Whether a reward can tell which answers are equal, as ``MathReward`` can, so that there is a majority."""
     return hasattr(reward, "answer_classes")
@@ -61,9 +73,10 @@ def evaluated(
     found = [Evaluated(problem, responses[i * k : (i + 1) * k]) for i, problem in enumerate(problems)]
     if compares_answers(reward):
         for result in found:
-            texts, right = [r.text for r in result.responses], [r.reward >= 1 for r in result.responses]
-            for response, answer_class in zip(result.responses, reward.answer_classes(texts, right), strict=True):
-                response.answer, response.answer_class = reward.answer(response.text), answer_class
+            answers = [reward.answer(response.text) for response in result.responses]
+            classes = reward.answer_classes(answers, [response.reward >= 1 for response in result.responses])
+            for response, answer, answer_class in zip(result.responses, answers, classes, strict=True):
+                response.answer, response.answer_class = answer, answer_class
     return found
 
 

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from dclightning import __version__
-from dclightning.errors import UserError
+from dclightning.errors import UserError, one_line
 from dclightning.models import from_pretrained, load_tokenizer
-from dclightning.report import read_scalars
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from dclightning.report import measures_of, read_scalars
+from dclightning.rollout.transformers import PRECISIONS
 
 _CARD = """---
 library_name: transformers
@@ -47,7 +46,7 @@ def main(arguments: list[str]) -> None:
     try:
         options = parser.parse_args(arguments[1:])
     except ArgumentError as error:
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(one_line(error)) from error
     disable_progress_bar()
     export(**options.as_dict())
     print(f"The model is in {options.output}")
@@ -65,8 +64,8 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
     Raises:
         UserError: If there is no such checkpoint, or it is of another model, or the output exists.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    if dtype not in PRECISIONS:
+        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(PRECISIONS)}")
     newest = sorted(checkpoint.rglob("last.ckpt"), key=lambda path: path.stat().st_mtime)
     found = newest[-1] if newest else checkpoint
     if not (found.is_file() or (found / "meta.pt").exists()):
@@ -75,8 +74,8 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
         raise UserError(f"output={str(output)!r}: exists already")
     run = found.resolve().parent.parent
     config = run / "config.yaml"
-    settings = yaml.safe_load(config.read_text()) if config.exists() else {}
-    model = model or settings.get("model", {}).get("model")
+    text = config.read_text() if config.exists() else ""
+    model = model or (yaml.safe_load(text) or {}).get("model", {}).get("model")
     try:
         state = _load(found)
     except (OSError, RuntimeError, pickle.UnpicklingError, KeyError) as error:
@@ -91,7 +90,7 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
         raise UserError(
             f"model={model!r}: is not what {found} is a checkpoint of: {str(error).splitlines()[1]}"
         ) from error
-    policy.to(DTYPES[dtype]).save_pretrained(output)
+    policy.to(PRECISIONS[dtype]).save_pretrained(output)
     load_tokenizer(model).save_pretrained(output)
     rollouts = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
     card = _CARD.format(
@@ -101,7 +100,7 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
         rollouts=rollouts,
         dtype=dtype,
         evaluations=_evaluations(run, rollouts),
-        config=config.read_text() if config.exists() else "# not there any more\n",
+        config=text or "# not there any more\n",
     )
     (output / "README.md").write_text(card)
 
@@ -121,10 +120,10 @@ def _load(checkpoint: Path) -> dict[str, Any]:
 def _evaluations(run: Path, rollouts: int) -> str:
     """A table of the last evaluation that the run logged before the checkpoint."""
     lines = []
-    for tag, values in read_scalars(run).items() if run.is_dir() else []:
-        before = [(step, value) for step, value in values if step <= rollouts]
-        if tag.startswith("val/") and tag.count("/") == 3 and before:
-            _, benchmark, policy, metric = tag.split("/")
+    scalars = read_scalars(run) if run.is_dir() else {}
+    for tag, benchmark, policy, metric in measures_of(scalars):
+        before = [(step, value) for step, value in scalars[tag] if step <= rollouts]
+        if before:
             lines.append(f"| {benchmark} | {policy} | {metric} | {before[-1][1]:.4g} | {before[-1][0]} |")
     head = ["| benchmark | policy | measure | value | after rollout |", "|---|---|---|---|---|"]
     return "\n".join([*head, *lines, ""]) if lines else ""

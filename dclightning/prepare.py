@@ -8,14 +8,16 @@ Questions are the same if their letters and digits are, and their answers or the
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
 from dclightning.data.benchmarks import load_benchmarks
 from dclightning.data.cleaning import faults
-from dclightning.data.problems import Problem, Source, load_problems
-from dclightning.errors import UserError
+from dclightning.data.problems import Source, load_problems
+from dclightning.errors import UserError, one_line
 
 
 def main(arguments: list[str]) -> None:
@@ -36,7 +38,7 @@ def main(arguments: list[str]) -> None:
     try:
         options = parser.instantiate_classes(parser.parse_args(arguments[1:]))
     except (ArgumentError, ValueError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(one_line(error)) from error
     if options.output.resolve() == Path(options.source.path).resolve():
         raise UserError(f"--output={str(options.output)!r}: is the source; name another file")
     if options.dropped is not None and options.dropped.resolve() == options.output.resolve():
@@ -51,17 +53,17 @@ def main(arguments: list[str]) -> None:
         print(f"{count:8,} dropped: {reason}", file=sys.stderr)
     if not kept:
         raise UserError(f"source.path={options.source.path!r}: no problem is left")
-    _write(options.output, kept, {}, "output")
+    _write(options.output, map(vars, kept), "output")
     if options.dropped is not None:
-        _write(options.dropped, [problems[place] for place in found], dict(enumerate(found.values())), "dropped")
+        dropped = ({**vars(problems[place]), "reason": reason} for place, reason in found.items())
+        _write(options.dropped, dropped, "dropped")
     print(f"{len(kept):8,} of {len(problems) + len(broken):,} problems are in {options.output}", file=sys.stderr)
 
 
-def _write(path: Path, problems: list[Problem], reasons: dict[int, str], field: str) -> None:
+def _write(path: Path, rows: Iterable[dict[str, Any]], field: str) -> None:
     try:
         with path.open("w", encoding="utf-8", errors="backslashreplace") as lines:
-            for place, problem in enumerate(problems):
-                row = {**vars(problem), **({"reason": reasons[place]} if reasons else {})}
+            for row in rows:
                 lines.write(json.dumps(row, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"--{field}={str(path)!r}: cannot be written ({error.strerror})") from error

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dclightning.errors import UserError
@@ -41,6 +42,14 @@ def read_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def measures_of(tags: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
+    """What is measured on a benchmark, without the ends of intervals: tag, benchmark, policy and measure."""
+    for tag in tags:
+        stage, *parts = tag.split("/")
+        if stage in ("val", "test") and len(parts) == 3:
+            yield tag, parts[0], parts[1], parts[2]
+
+
 def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None:
     """Print first and last values, where things are, and what to do next."""
     from rich.console import Console
@@ -50,9 +59,9 @@ def print_report(run: Path, scalars: dict[str, list[tuple[int, float]]]) -> None
     table.add_column("")
     table.add_column("first", justify="right")
     table.add_column("last", justify="right")
-    evaluations = [tag for tag in scalars if tag.count("/") == 3 and tag.startswith("val/") and "/avg@" in tag]
-    for tag in sorted(evaluations):
-        _, benchmark, policy, metric = tag.split("/")
+    for tag, benchmark, policy, metric in sorted(measures_of(scalars)):
+        if not metric.startswith("avg@"):
+            continue
         whose = "deployed less training" if "-" in policy else f"of the {policy} policy"
         _add_row(table, f"{benchmark}: {metric} {whose}", scalars[tag])
     parts = [tag for tag in scalars if tag.startswith("reward/") and tag not in ("reward/timeouts", "reward/errors")]

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from dclightning.errors import UserError
+from dclightning.errors import UserError, one_line
 from dclightning.rewards.math import MathReward
 
 _AT_ONCE = 1000  # rows, which are all that is in memory
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
         source, output = options.pop("file"), options.pop("output")
         reward = MathReward(**options)
     except (ArgumentError, ValueError) as error:
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(one_line(error)) from error
     if not source.is_file():
         raise UserError(f"file={str(source)!r}: no such file")
     if output is not None and output.resolve() == source.resolve():

@@ -11,7 +11,8 @@ from jsonargparse import ArgumentError
 
 import dclightning
 from dclightning import callbacks
-from dclightning.cli import DCLightningCLI, one_line
+from dclightning.cli import DCLightningCLI
+from dclightning.errors import one_line
 from dclightning.models import load_policy
 from tests.helpers import TINY, nearly_on_policy, random_rollout, train
 
@@ -184,7 +185,7 @@ def test_the_callbacks_of_every_run_can_be_turned_off_or_replaced(options, absen
         (["--data.reward.time_limit=0"], "time_limit=0.0: must be positive"),
     ],
 )
-def test_options_that_cannot_be_are_named_inone_line(options, message):
+def test_options_that_cannot_be_are_named_in_one_line(options, message):
     with pytest.raises((ArgumentError, ValueError)) as error:
         build("quickstart.yaml", options=options)
     assert message in one_line(error.value)

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from dclightning.rewards.normalise import tokens
@@ -145,7 +146,7 @@ def _values_at(
         found, errors = [], []
         for some in pieces:
             try:
-                found.append(_Reader(some, lambda name, point=point: sample(name, point), names).formula())  # type: ignore[misc]
+                found.append(_Reader(some, partial(sample, point=point), names).formula())
             except _ERRORS as error:
                 errors.append(error)
         if errors:
@@ -163,8 +164,8 @@ def _values_at(
             return
 
 
-_Sample = Callable[[str, int], Fraction]
-"""What a variable stands for at a point: always the same for the same name."""
+_Sample = Callable[..., Fraction]
+"""What a variable, by its name, stands for at a point: always the same for the same name."""
 
 
 def _natural(name: str, point: int) -> Fraction:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from dclightning.rewards import arithmetic
 from dclightning.rewards.normalise import clean, split, tokens
 from dclightning.rewards.notations import based, plain_digits, time_of_day
-from dclightning.rewards.structure import assigned, bounded, collection, matrix, parts, sides
+from dclightning.rewards.structure import ascending, assigned, bounded, collection, matrix, parts, sides
 from dclightning.rewards.units import measure
 from dclightning.rewards.words import choice, is_prose, words
 
@@ -229,9 +229,8 @@ def _relations(gold: str, answer: str, conventions: Conventions, depth: int) -> 
         if not found or not conventions.inequality_is_interval:
             return _different("a relation and no relation")
         return _judge(bounds[1] if bounds else gold, other_bounds[1] if other_bounds else answer, conventions, depth)
-    # The smaller side first.
-    one, other = (found[::-1] if found[1] in (">", r"\ge") else found for found in (one, other))
-    signs = [{">": "<", r"\ge": r"\le"}.get(found[1], found[1]) for found in (one, other)]
+    one, other = ascending(one), ascending(other)
+    signs = [found[1] for found in (one, other)]
     if len(one) != 3 or len(other) != 3 or signs[0] != signs[1] or signs[0] not in ("=", "<", r"\le", r"\ne"):
         return _different("different relations")
     try:

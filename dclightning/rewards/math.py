@@ -56,17 +56,16 @@ class MathReward:
         """The same for many at once."""
         return self._compare(golds, [self.answer(response) for response in responses])
 
-    def answer_classes(self, responses: Sequence[str], right: Sequence[bool]) -> list[int]:
-        """Which of the responses to one problem give equal answers.
+    def answer_classes(self, answers: Sequence[str | None], right: Sequence[bool]) -> list[int]:
+        """Which of the answers to one problem are equal.
 
         Args:
-            responses: To the problem.
-            right: Whether each of them is right; those that are have equal answers.
+            answers: Of the responses to it; None for one without.
+            right: Whether each of them is right; those that are, are equal.
 
         Returns:
-            The same number for equal answers; -1 for a response without an answer.
+            The same number for equal answers; -1 where there is none.
         """
-        answers = [self.answer(response) for response in responses]
         classes: dict[str, int] = {}
         for answer, is_right in zip(answers, right, strict=True):
             if answer is not None and is_right:

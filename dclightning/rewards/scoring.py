@@ -168,7 +168,7 @@ def _scored(
     try:
         values = reward(problems, completions) if future is None else future.result()
         if inspect.isawaitable(values):
-            values = _start(partial(_awaited, values)).result()
+            values = _start(lambda: values).result()
         return _numbers(values, len(completions))
     except (Exception, SystemExit) as error:
         if len(completions) == 1 or isinstance(error, _NoListError):
@@ -213,10 +213,6 @@ def _start(reward: Callable[[], Awaitable[Any]]) -> Future[Any]:
         loop = _loops[os.getpid()] = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
     return asyncio.run_coroutine_threadsafe(run(), _loops[os.getpid()])
-
-
-async def _awaited(values: Awaitable[Any]) -> Any:
-    return await values
 
 
 class _NoListError(Exception):

@@ -133,11 +133,16 @@ def _about(exact: str, rounded: str) -> bool:
         return True
 
 
+def ascending(found: list[str]) -> list[str]:
+    """The sides of a relation with the smaller ones first, if it is one from greater to smaller."""
+    if set(found[1::2]) <= {">", r"\ge"}:
+        return [{">": "<", r"\ge": r"\le"}.get(side, side) for side in reversed(found)]
+    return found
+
+
 def bounded(text: str) -> tuple[str, str] | None:
     r"""The name and the set in "a < x", "x \ge b", "a < f(x) \le b", "x \ne a" and "x \in S"."""
-    found = sides(text)
-    if set(found[1::2]) <= {">", r"\ge"}:
-        found = [{">": "<", r"\ge": r"\le"}.get(side, side) for side in reversed(found)]
+    found = ascending(sides(text))
     if len(found) == 3 and found[1] == r"\in" and _NAME.fullmatch(found[0]):
         return found[0], found[2]
     if len(found) == 3 and found[1] == r"\ne" and _NAME.fullmatch(found[0]):
