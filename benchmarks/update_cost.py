@@ -65,6 +65,7 @@ def draw(model: str, step: int, responses: int, longest: int) -> Rollout:
         prompt_lengths=prompts,
         response_lengths=lengths,
         rollout_logprobs=torch.zeros(int(lengths.sum())),
+        rollout_ranks=torch.ones(int(lengths.sum()), dtype=torch.int64),
         rewards=torch.randint(0, 2, (responses,), generator=generator).float(),
         truncated=torch.zeros(responses, dtype=torch.bool),
         group_size=8,

@@ -41,6 +41,34 @@ def discrepancy(old_logprobs: Tensor, rollout_logprobs: Tensor, kind: Discrepanc
     return (p - q).abs()
 
 
+def divergences(train: Tensor, inference: Tensor, top: int = 10) -> dict[str, Tensor]:
+    r"""How far whole distributions are apart, exactly, where the discrepancy has only the sampled tokens.
+
+    ``kl`` is :math:`KL(\pi_{inf} \| \pi_{train})`, whose estimate from sampled tokens is ``rollout_corr/kl``;
+    ``reverse_kl`` the other way round; ``total_variation`` half the sum of :math:`|\pi_{train} - \pi_{inf}|`;
+    ``top1_agreement`` whether the likeliest token is the same; ``top{k}_agreement`` which share of the k likeliest is.
+
+    Args:
+        train: Log-probabilities under the training policy. (N, V)
+        inference: Under the inference policy. (N, V)
+        top: k.
+
+    Returns:
+        By name one number for each position, (N,) float64.
+    """
+    log_p, log_q = train.double(), inference.double()
+    p, q = log_p.exp(), log_q.exp()
+    best = [log.topk(min(top, log.shape[-1])).indices for log in (log_p, log_q)]
+    same = (best[0][:, :, None] == best[1][:, None, :]).any(-1)
+    return {
+        "kl": torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1),
+        "reverse_kl": torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1),
+        "total_variation": (p - q).abs().sum(-1) / 2,
+        "top1_agreement": (best[0][:, 0] == best[1][:, 0]).double(),
+        f"top{top}_agreement": same.double().mean(-1),
+    }
+
+
 def sequence_mean(values: Tensor, lengths: Tensor) -> Tensor:
     """Mean over the tokens of each response, then over the responses that have any (paper, section 5).
 

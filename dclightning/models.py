@@ -1,11 +1,12 @@
 """Training policies: any causal language model of transformers, its token log-probs, its weights."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -26,6 +27,8 @@ from dclightning.strategies import ParallelStrategy
 
 LOGITS_IN_A_CHUNK = 2**25
 """Most FP32 logits that the log-probs hold at a time: 128 MiB."""
+
+Precision = Literal["float32", "bfloat16", "float16"]
 
 
 def resolve_model(name: str) -> str:
@@ -48,12 +51,41 @@ def longest_context(name: str) -> int:
     return int(getattr(config, "max_position_embeddings", 2**31))
 
 
-def load_policy(name: str, strategy: Strategy | None = None, gradient_checkpointing: bool = False) -> PreTrainedModel:
-    """Load a causal language model for training, in FP32, sharded as the strategy says, without dropout.
+def has_experts(config: Any) -> bool:
+    """Whether a model is a mixture of experts."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
-    Parameters are FP32 whatever the compute precision is: an update of 1e-6 would be rounded away in BF16.
+
+class TokenScores(NamedTuple):
+    """What a policy says of response tokens."""
+
+    logprobs: Tensor
+    """(R,) float32"""
+    entropy: Tensor
+    """Of the distributions that they are from, in nats, or zeros. (R,) float32"""
+    ranks: Tensor
+    """How many tokens are likelier, and 1; or zeros. (R,) int64"""
+
+
+def load_policy(
+    name: str,
+    strategy: Strategy | None = None,
+    gradient_checkpointing: bool = False,
+    precision: Precision = "float32",
+) -> PreTrainedModel:
+    """Load a causal language model for training, sharded as the strategy says, without dropout.
+
+    Parameters are FP32 whatever the precision of the computation is: an update of 1e-6 would be rounded away in BF16.
+    Log-softmax is always in FP32.
 
     Without dropout the old log-probs and the first forward pass of the update are the same computation.
+
+    Args:
+        name: By hub name or folder, or one that ships with the package.
+        strategy: Shards it.
+        gradient_checkpointing: Whether to recompute activations in the backward pass.
+        precision: What :func:`token_logprobs` computes in.
     """
     config = from_pretrained(AutoConfig, name)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
@@ -62,7 +94,7 @@ def load_policy(name: str, strategy: Strategy | None = None, gradient_checkpoint
                 setattr(part, key, 0.0)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": PACKED}
     if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
-        options["distributed_config"] = _distributed_config(strategy)
+        options["distributed_config"] = _distributed_config(strategy, precision)
     model = from_pretrained(AutoModelForCausalLM, name, **options)
     if isinstance(strategy, ParallelStrategy) and strategy.world_size == 1:
         # The same kind of parameters and checkpoints as on many ranks; without it one rank could not resume.
@@ -70,13 +102,18 @@ def load_policy(name: str, strategy: Strategy | None = None, gradient_checkpoint
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
-    model.token_logprobs = MethodType(_token_logprobs, model)
-    register_fsdp_forward_method(model, "token_logprobs")
+    model.compute_dtype = getattr(torch, precision)
+    for method in (_token_logprobs, _distributions):
+        name = method.__name__.removeprefix("_")
+        setattr(model, name, MethodType(method, model))
+        register_fsdp_forward_method(model, name)
     return model
 
 
-def token_logprobs(model: Any, batch: Pack, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of a pack's response tokens, and their distributions' entropies.
+def token_logprobs(
+    model: Any, batch: Pack, temperature: float, entropy: bool = False, ranks: bool = False
+) -> TokenScores:
+    """Log-probabilities of a pack's response tokens, and more of them if asked for.
 
     The head is applied to a chunk of tokens at a time, and again in the backward pass, so that logits never exist for
     the whole batch. Softmax is in FP32.
@@ -86,45 +123,76 @@ def token_logprobs(model: Any, batch: Pack, temperature: float, entropy: bool = 
         batch: R response tokens.
         temperature: The sampling temperature; logits are divided by it.
         entropy: Whether to compute the entropies, too.
-
-    Returns:
-        Log-probs, (R,) float32, and entropies in nats, (R,) float32, or zeros.
+        ranks: Whether to compute the ranks, too.
     """
-    logprobs, entropies = model.token_logprobs(batch, temperature, entropy)
-    return logprobs, entropies
+    with _computing_in(model):
+        return TokenScores(*model.token_logprobs(batch, temperature, entropy, ranks))
 
 
-def _token_logprobs(self: Any, batch: Pack, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def distributions(model: Any, batch: Pack, temperature: float) -> Tensor:
+    """Log-probabilities of the whole vocabulary where a pack's R response tokens stand, (R, vocabulary) float32."""
+    with _computing_in(model):
+        found: Tensor = model.distributions(batch, temperature)
+    return found
+
+
+def _computing_in(model: Any) -> AbstractContextManager[Any]:
+    if model.compute_dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, model.compute_dtype)
+
+
+def _hidden(self: Any, batch: Pack) -> Tensor:
     hidden = self.base_model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         lanes=batch.lanes,
         use_cache=False,
     )[0][0]
-    hidden = hidden[batch.predictors]
+    return hidden[batch.predictors]  # type: ignore[no-any-return]
+
+
+def _distributions(self: Any, batch: Pack, temperature: float) -> Tensor:
+    return _logits(self.get_output_embeddings(), _hidden(self, batch), temperature).log_softmax(-1)
+
+
+def _token_logprobs(
+    self: Any, batch: Pack, temperature: float, entropy: bool, ranks: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = _hidden(self, batch)
     head = self.get_output_embeddings()
     chunk = max(1, LOGITS_IN_A_CHUNK // self.config.get_text_config().vocab_size)
     run = (
         partial(checkpoint, _head, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else _head
     )
     parts = [
-        run(head, rows, targets, temperature, entropy)
+        run(head, rows, targets, temperature, entropy, ranks)
         for rows, targets in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    logprobs, entropies, places = (torch.cat(part) for part in zip(*parts, strict=True))
+    return logprobs, entropies, places
 
 
-def _head(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+def _head(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool, ranks: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = _logits(head, hidden, temperature)
+    logprobs = -cross_entropy(logits, targets, reduction="none")
+    entropies, places = torch.zeros_like(logprobs), torch.zeros_like(targets)
+    if entropy:
+        everything = logits.log_softmax(-1)
+        entropies = -(everything.exp() * everything).sum(-1)
+    if ranks:
+        places = (logits > logits.gather(-1, targets[:, None])).sum(-1) + 1
+    return logprobs, entropies, places
+
+
+def _logits(head: nn.Module, hidden: Tensor, temperature: float) -> Tensor:
     logits = head(hidden)
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
-    logits = logits.float() / temperature
-    logprobs = -cross_entropy(logits, targets, reduction="none")
-    if not entropy:
-        return logprobs, torch.zeros_like(logprobs)
-    everything = logits.log_softmax(-1)
-    return logprobs, -(everything.exp() * everything).sum(-1)
+    return logits.float() / temperature  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -147,12 +215,13 @@ def check_token_logprobs(model: Any, name: str) -> None:
         index=torch.arange(8, device=device),
         response_lengths=torch.tensor([4, 4], device=device),
     )
-    packed, _ = token_logprobs(model, both, temperature=1.0)
-    if not torch.equal(packed, token_logprobs(model, both, temperature=1.0)[0]):
+    packed = token_logprobs(model, both, temperature=1.0).logprobs
+    if not torch.equal(packed, token_logprobs(model, both, temperature=1.0).logprobs):
         raise UserError(f"model={name!r}: two passes give different log-probs; is there a dropout that is not off?")
     model.set_attn_implementation("sdpa")
     for half, row in ((slice(0, 4), both.input_ids[:, :4]), (slice(4, 8), both.input_ids[:, 4:])):
-        logits = model(input_ids=row, use_cache=False).logits[0]
+        with _computing_in(model):
+            logits = model(input_ids=row, use_cache=False).logits[0]
         logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
         plain = -cross_entropy(logits.float(), ids[half], reduction="none")
         if (gap := (plain - packed[half]).abs().max().item()) > 0.1:
@@ -202,12 +271,12 @@ def _is_cached(name: str) -> bool:
         return False
 
 
-def _distributed_config(strategy: ParallelStrategy) -> Any:
+def _distributed_config(strategy: ParallelStrategy, precision: Precision) -> Any:
     from transformers import DistributedConfig
 
     return DistributedConfig(
         fsdp_size=strategy.world_size // strategy.tensor_parallel_size,
         tp_size=strategy.tensor_parallel_size,
         ep_size=strategy.expert_parallel_size,
-        fsdp_mixed_precision=strategy.mixed_precision,
+        fsdp_mixed_precision=precision == "bfloat16",  # then parameters are gathered in BF16; gradients, in FP32
     )

@@ -2,7 +2,8 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,8 +20,17 @@ from dclightning.discrepancy import DiscrepancyKind, discrepancy
 from dclightning.errors import UserError, check_choice, check_type
 from dclightning.evaluation import Evaluated, measures
 from dclightning.lagrangian import penalized_advantages
+from dclightning.loss_scale import LossScale
 from dclightning.metrics import Discrepancy, ImportanceWeights, Means, Mismatch
-from dclightning.models import check_token_logprobs, load_policy, named_weights, reshard, token_logprobs
+from dclightning.models import (
+    Precision,
+    TokenScores,
+    check_token_logprobs,
+    load_policy,
+    named_weights,
+    reshard,
+    token_logprobs,
+)
 from dclightning.optimizer import AdamW
 from dclightning.packing import Pack, micro_batches, pack
 from dclightning.phases import phases
@@ -28,12 +38,21 @@ from dclightning.policy_loss import Aggregation, PolicyLoss, PPOClip, approx_kl,
 from dclightning.ragged import segment_sum, spread
 from dclightning.reference_kl import ReferenceKL, reference_kl
 from dclightning.rollout.types import Rollout
+from dclightning.routing import agreement, check_replay, recorded, replayed
 from dclightning.strategies import clip_grad_norm, data_parallel_gather, data_parallel_group, data_parallel_reduce
 
 log = logging.getLogger(__name__)
 
 OF_RESPONSES = ("reward", "unscored_fraction", "response_length", "truncated_fraction", "length_penalty")
-OF_TOKENS = ("entropy", "reference_kl", "approx_kl", "clip_fraction", "clip_fraction_low", "clip_fraction_high")
+OF_TOKENS = (
+    "entropy",
+    "routing_agreement",
+    "reference_kl",
+    "approx_kl",
+    "clip_fraction",
+    "clip_fraction_low",
+    "clip_fraction_high",
+)
 MEANS = (
     *(f"train/{name}" for name in ("discarded_per_group", *OF_RESPONSES, "loss", "grad_norm", *OF_TOKENS)),
     *("discrepancy/kept_mean", "lagrangian/penalty_mean"),
@@ -97,6 +116,8 @@ class GRPOModule(L.LightningModule):
         mini_batches: Optimizer steps to a rollout; they share its prompts evenly.
         micro_batch_tokens: Most tokens of a forward and backward pass. Memory depends on it, the result does not.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
+        precision: What the training policy computes in: ``float32``, ``bfloat16`` or ``float16``. Parameters, gradients
+            and optimizer are FP32 with any of them; in FP16 the loss is scaled, so that gradients do not underflow.
     """
 
     def __init__(
@@ -115,6 +136,7 @@ class GRPOModule(L.LightningModule):
         mini_batches: int = 4,
         micro_batch_tokens: int = 16384,
         gradient_checkpointing: bool = False,
+        precision: Precision = "float32",
     ) -> None:
         super().__init__()
         if mini_batches < 1:
@@ -134,6 +156,7 @@ class GRPOModule(L.LightningModule):
         check_choice("aggregation", aggregation, Aggregation)
         check_choice("advantage", advantage, AdvantageKind)
         check_choice("discrepancy", discrepancy, DiscrepancyKind)
+        check_choice("precision", precision, Precision)
         check_corrections(corrections, loss.uses_inference_ratio)
         self.automatic_optimization = False
         self.model_name = model
@@ -150,6 +173,8 @@ class GRPOModule(L.LightningModule):
         self.mini_batches = mini_batches
         self.micro_batch_tokens = micro_batch_tokens
         self.gradient_checkpointing = gradient_checkpointing
+        self.precision: Precision = precision
+        self.loss_scale = LossScale() if precision == "float16" else None
         self.model: Any = None
         self.reference: Any
         self.penalty: Callable[[Tensor], Tensor] | None = None
@@ -160,10 +185,13 @@ class GRPOModule(L.LightningModule):
     def configure_model(self) -> None:
         """Load the policy, where the strategy wants it."""
         if self.model is None:
-            self.model = load_policy(self.model_name, self.trainer.strategy, self.gradient_checkpointing)
+            self.model = load_policy(
+                self.model_name, self.trainer.strategy, self.gradient_checkpointing, self.precision
+            )
             if self.reference_kl.coefficient and self.trainer.state.fn == "fit":
                 # Not registered as a part of the module: it is neither trained nor saved.
-                self.__dict__["reference"] = load_policy(self.model_name, self.trainer.strategy).requires_grad_(False)
+                reference = load_policy(self.model_name, self.trainer.strategy, precision=self.precision)
+                self.__dict__["reference"] = reference.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
         """AdamW, and a learning rate that moves once per rollout."""
@@ -174,17 +202,21 @@ class GRPOModule(L.LightningModule):
         rollouts = self._planned_rollouts() if s.schedule in ("linear", "cosine") else None
         return [optimizer], [get_scheduler(s.schedule, optimizer, s.warmup, rollouts)]
 
-    def on_fit_start(self) -> None:
-        """Refuse a model that the log-probs would be wrong for, and forget an earlier run's penalty."""
-        if any(parameter.dtype != torch.float32 for parameter in self.model.parameters()):
+    def on_predict_start(self) -> None:
+        """Prepare for scoring; a run that only measures has no other start."""
+        self._prepare_scoring()
+
+    def _prepare_scoring(self) -> None:
+        """Refuse what would be wrong: another precision, models that log-probs or replay would be wrong for."""
+        if self.trainer.precision != "32-true":
             raise UserError(
-                f"trainer.precision={self.trainer.precision}: parameters must stay FP32, or small updates are rounded "
-                "away; use 32-true, and mixed_precision of ParallelStrategy to compute in BF16"
+                f"trainer.precision={self.trainer.precision}: must be 32-true, for parameters stay FP32; what is "
+                "computed in is model.precision"
             )
         check_token_logprobs(self.model, self.model_name)
-        self.penalty = None
-        if self.reference_kl.coefficient:
-            self.reference.to(self.device)
+        engine = getattr(getattr(self.trainer, "datamodule", None), "engine", None)
+        if getattr(engine, "routing_replay", False):
+            check_replay(self.model)
         replicas, group = data_parallel_group(self.trainer.strategy)
         options = {"process_group": group, "sync_on_compute": replicas > 1}
         self.means = Means(*MEANS, **options).to(self.device)
@@ -192,6 +224,13 @@ class GRPOModule(L.LightningModule):
         self.of_mismatch = Mismatch(**options).to(self.device)
         self.of_weights = ImportanceWeights(**options).to(self.device)
         self._logged: list[str] = []
+
+    def on_fit_start(self) -> None:
+        """Prepare for scoring, and forget an earlier run's penalty."""
+        self._prepare_scoring()
+        self.penalty = None
+        if self.reference_kl.coefficient:
+            self.reference.to(self.device)
 
     def on_train_start(self) -> None:
         """Follow this run's own schedule: the checkpoint that it resumes from may have had a shorter one."""
@@ -221,17 +260,19 @@ class GRPOModule(L.LightningModule):
 
     # The training step
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, rollout: Rollout, batch_idx: int) -> dict[str, Any]:
         """One step of DC-GRPO.
 
         Returns:
             For callbacks: ``delta`` and ``response_lengths`` of all ranks' responses, and this rank's ``ratio`` of each
             response token as the update saw it. Responses that are masked for being truncated are in none of them.
+            ``scores``, of all of this rank's response tokens, is what the policy said of them before the update.
         """
         self._check_version(rollout)
-        plan = self._plan(rollout)
+        plan = self.plan(rollout)
         with phases("score"):
-            old_logprobs, entropy, reference_logprobs = self._score(rollout, plan)
+            scores, reference_logprobs = self._score(rollout, plan)
+        old_logprobs = scores.logprobs
         delta = discrepancy(old_logprobs, rollout.rollout_logprobs, self.discrepancy)
         lengths = rollout.response_lengths
         valid = ~rollout.truncated if self.overlong.mask else torch.ones_like(rollout.truncated)
@@ -251,7 +292,7 @@ class GRPOModule(L.LightningModule):
         )
         with phases("update"):
             ratio = self._update(rollout, plan, given)
-        self._measure(rollout, tokens, entropy, penalty)
+        self._measure(rollout, tokens, scores.entropy, penalty)
         if self.corrections:
             self.means.update({"discrepancy/kept_mean": delta[given.keep]})
             self.of_weights.update(weights[tokens], keep[tokens])
@@ -259,7 +300,11 @@ class GRPOModule(L.LightningModule):
         self.of_discrepancy.update(*everywhere.values())
         self.of_mismatch.update(old_logprobs[tokens], rollout.rollout_logprobs[tokens])
         self._log_metrics()
-        return {**everywhere, "ratio": ratio[tokens]}
+        return {**everywhere, "ratio": ratio[tokens], "scores": scores}
+
+    def predict_step(self, rollout: Rollout, batch_idx: int) -> TokenScores:
+        """What the training policy says of a rollout's response tokens; nothing is learnt."""
+        return self._score(rollout, self.plan(rollout))[0]
 
     def _advantages(self, rollout: Rollout) -> Tensor:
         """One for each response, (B,), from its reward less the penalty for its length."""
@@ -271,7 +316,7 @@ class GRPOModule(L.LightningModule):
         everyones = self._gather(rewards) if self.advantage in ("batch-std", "batch") else None
         return advantages(rewards, rollout.group_size, self.advantage, everyones)
 
-    def _plan(self, rollout: Rollout) -> list[list[Pack]]:
+    def plan(self, rollout: Rollout) -> list[list[Pack]]:
         """For each optimizer step its micro-batches: the same number on every rank, as sharded models need."""
         prompts, rest = divmod(len(rollout), rollout.group_size * self.mini_batches)
         if rest:
@@ -292,22 +337,34 @@ class GRPOModule(L.LightningModule):
         ]
 
     @torch.no_grad()
-    def _score(self, rollout: Rollout, plan: list[list[Pack]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies of the response tokens before the first update, in the update's micro-batches.
+    def _score(self, rollout: Rollout, plan: list[list[Pack]]) -> tuple[TokenScores, Tensor]:
+        """What the policy says of the response tokens before the first update, in the update's micro-batches.
 
         And the reference policy's log-probs; zeros where there is none.
         """
         logprobs, entropy, reference = torch.zeros_like(rollout.rollout_logprobs).expand(3, -1).clone()
+        scores = TokenScores(logprobs, entropy, torch.zeros_like(rollout.rollout_ranks))
         for batch in (batch for mini in plan for batch in mini):
-            logprobs[batch.index], entropy[batch.index] = token_logprobs(
-                self.model, batch, rollout.temperature, entropy=True
-            )
+            with replayed(self.model, batch.experts), self._routing_watched(batch):
+                found = token_logprobs(self.model, batch, rollout.temperature, entropy=True, ranks=True)
+            for whole, part in zip(scores, found, strict=True):
+                whole[batch.index] = part
             if self.reference_kl.coefficient:
-                reference[batch.index], _ = token_logprobs(self.reference, batch, rollout.temperature)
+                reference[batch.index] = token_logprobs(self.reference, batch, rollout.temperature).logprobs
         reshard(self.model)
         if self.reference_kl.coefficient:
             reshard(self.reference)
-        return logprobs, entropy, reference
+        return scores, reference
+
+    @contextmanager
+    def _routing_watched(self, batch: Pack) -> Iterator[None]:
+        """Measure how many of the engine's experts the trainer's routers would have chosen, too."""
+        if batch.experts is None:
+            yield
+            return
+        with recorded(self.model, len(batch.experts)) as own:
+            yield
+        self.means.update({"train/routing_agreement": agreement(own, batch.experts)})
 
     def _update(self, rollout: Rollout, plan: list[list[Pack]], given: _Given) -> Tensor:
         """``mini_batches`` optimizer steps; returns the ratio of each response token as the update saw it."""
@@ -328,12 +385,14 @@ class GRPOModule(L.LightningModule):
             )
             loss = torch.zeros((), device=self.device)
             for batch in mini if counts[2] > 0 else []:
-                logprobs, entropy = token_logprobs(
-                    self.model, batch, rollout.temperature, entropy=self.entropy_bonus > 0
-                )
+                with replayed(self.model, batch.experts):
+                    logprobs, entropy, _ = token_logprobs(
+                        self.model, batch, rollout.temperature, entropy=self.entropy_bonus > 0
+                    )
                 objective = self._objective(logprobs, entropy, given[batch.index], batch.response_lengths)
                 part = -(weights[batch.index] * objective).sum()
-                self.manual_backward(part * replicas)  # gradients are averaged over ranks, the loss is a sum
+                # Gradients are averaged over ranks, the loss is a sum.
+                self.manual_backward(part * replicas * (self.loss_scale.value if self.loss_scale else 1.0))
                 loss += part.detach()
                 ratio[batch.index] = probability_ratio(logprobs.detach(), given.old_logprobs[batch.index])
             self.means.update({"train/loss": self._sum(loss)})
@@ -366,7 +425,7 @@ class GRPOModule(L.LightningModule):
         """Clip and step; returns the gradient's norm. Without a usable gradient nothing moves, but the step counts."""
         norm = torch.zeros((), device=self.device)
         if active > 0:
-            norm = clip_grad_norm(self.model.parameters(), self.optimizer_settings.max_grad_norm)
+            norm = self._unscaled_and_clipped()
         if tokens == 0:
             log.warning("No token is left to train on: the optimizer step is skipped")
         elif not norm.isfinite():
@@ -376,6 +435,27 @@ class GRPOModule(L.LightningModule):
         optimizer.step()
         optimizer.zero_grad()
         return norm
+
+    def _unscaled_and_clipped(self) -> Tensor:
+        if self.loss_scale:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= self.loss_scale.value
+        norm = clip_grad_norm(self.model.parameters(), self.optimizer_settings.max_grad_norm)
+        if self.loss_scale:
+            self.log("train/loss_scale", self.loss_scale.value)
+            self.loss_scale.update(bool(norm.isfinite()))
+        return norm
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the loss scale, if there is one."""
+        if self.loss_scale:
+            checkpoint["loss_scale"] = vars(self.loss_scale)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with it."""
+        if self.loss_scale and "loss_scale" in checkpoint:
+            self.loss_scale = LossScale(**checkpoint["loss_scale"])
 
     def _check_version(self, rollout: Rollout) -> None:
         step = self.trainer.fit_loop.total_batch_idx

@@ -27,6 +27,8 @@ class Pack:
     """Where each of them stands among the rollout's response tokens. (R,) int64"""
     response_lengths: Tensor
     """Response tokens of each sequence, in the row's order. (B,) int64"""
+    experts: Tensor | None = None
+    """The experts that the engine chose for each input token. (N, layers, k) int16"""
 
 
 def pack(rollout: Rollout, sequences: list[int]) -> Pack:
@@ -51,6 +53,7 @@ def pack(rollout: Rollout, sequences: list[int]) -> Pack:
         targets=rollout.token_ids[inputs[predictors] + 1],
         index=ranges([(offsets[i], responses[i]) for i in sequences]),
         response_lengths=rollout.response_lengths[sequences],
+        experts=None if rollout.experts is None else rollout.experts[inputs],
     )
 
 

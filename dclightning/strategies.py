@@ -19,7 +19,6 @@ class ParallelStrategy(ModelParallelStrategy):
     Args:
         tensor_parallel_size: Ranks that share each layer.
         expert_parallel_size: Ranks that the experts of a mixture are spread over.
-        mixed_precision: Whether to compute in BF16 on FP32 parameters, with FP32 gradient reduction.
         save_distributed_checkpoint: Whether each rank writes its own part of a checkpoint.
     """
 
@@ -27,7 +26,6 @@ class ParallelStrategy(ModelParallelStrategy):
         self,
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
-        mixed_precision: bool = False,
         save_distributed_checkpoint: bool = True,
     ) -> None:
         super().__init__(
@@ -35,7 +33,6 @@ class ParallelStrategy(ModelParallelStrategy):
         )
         self.tensor_parallel_size = tensor_parallel_size
         self.expert_parallel_size = expert_parallel_size
-        self.mixed_precision = mixed_precision
 
     def setup_environment(self) -> None:
         """Form the device mesh; Lightning's own default would be tensor parallelism over the whole node."""

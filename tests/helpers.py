@@ -25,6 +25,7 @@ def random_rollout(lengths, group_size=2, prompt=5, rewards=None, seed=0, temper
         prompt_lengths=prompts,
         response_lengths=responses,
         rollout_logprobs=-torch.rand(int(responses.sum()), generator=generator) * 3 - 0.01,
+        rollout_ranks=torch.ones(int(responses.sum()), dtype=torch.int64),
         rewards=torch.tensor(rewards or [float(i % 2) for i in range(count)]),
         truncated=torch.zeros(count, dtype=torch.bool),
         group_size=group_size,

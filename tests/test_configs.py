@@ -84,15 +84,15 @@ def test_the_papers_layouts():
     layout = mixture.trainer.strategy.init_args
     assert (layout.tensor_parallel_size, layout.expert_parallel_size) == (2, 8)
     assert mixture.data.engine.init_args.tensor_parallel_size == 4
-    assert dense.trainer.strategy.init_args.mixed_precision
-    assert layout.mixed_precision
+    assert dense.model.precision == "bfloat16"
+    assert mixture.model.precision == "bfloat16"
 
 
 def test_fp8_is_an_overlay():
     plain, fp8 = parse("paper/qwen3-8b.yaml"), parse("paper/qwen3-8b.yaml", "paper/fp8.yaml")
-    assert plain.data.engine.init_args.quantization is None
+    assert plain.data.engine.init_args.quantization == "none"
     assert fp8.data.engine.init_args.quantization == "fp8"
-    fp8.data.engine.init_args.quantization = None
+    fp8.data.engine.init_args.quantization = "none"
     assert fp8.data.engine.init_args == plain.data.engine.init_args
 
 

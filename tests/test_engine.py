@@ -1,14 +1,18 @@
 """The real engine against transformers on the same weights."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from dclightning import Sampling, VLLMEngine
+from dclightning.discrepancy import divergences
 from dclightning.errors import UserError
 from dclightning.models import load_policy, load_tokenizer, named_weights, resolve_model, token_logprobs
 from dclightning.packing import pack
+from dclightning.rollout.rounding import FORMATS
 from dclightning.rollout.transformers import TransformersEngine
 from dclightning.rollout.types import Rollout
 from tests.helpers import TINY
@@ -25,6 +29,7 @@ def as_rollout(prompts, completions, group_size, temperature):
         prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
         response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
         rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
+        rollout_ranks=torch.tensor([rank for c in completions for rank in c.ranks]),
         rewards=torch.zeros(len(rows)),
         truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
         group_size=group_size,
@@ -126,6 +131,32 @@ def test_sampling_leaves_the_callers_random_state_alone(fp32_engine):
     before = torch.get_rng_state()
     fp32_engine.generate(PROMPTS, Sampling(max_tokens=5), 1, seed=9)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_whole_distributions_are_transformers(fp32_engine, plain_engine):
+    for engine in (fp32_engine, plain_engine):
+        engine.load_weights(named_weights(load_policy(TINY)), 0)
+    ours, theirs = (engine.distributions(PROMPTS, temperature=0.7) for engine in (fp32_engine, plain_engine))
+    assert ours.shape == (3, fp32_engine._llm.llm_engine.model_config.get_vocab_size())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(ours.exp().sum(-1), torch.ones(3))
+
+
+def test_ranks_are_those_of_the_distributions(fp32_engine):
+    fp32_engine.load_weights(named_weights(load_policy(TINY)), 0)
+    completions = fp32_engine.generate(PROMPTS, Sampling(max_tokens=1, temperature=2.0), 20, seed=0)
+    rows = fp32_engine.distributions(PROMPTS, temperature=2.0).repeat_interleave(20, dim=0)
+    for row, completion in zip(rows, completions, strict=True):
+        assert completion.ranks == [int((row > row[completion.token_ids[0]]).sum()) + 1]
+
+
+def test_weights_that_are_not_the_trainers_are_named(fp32_engine):
+    model = load_policy(TINY)
+    fp32_engine.load_weights(named_weights(model), 0)
+    assert fp32_engine.differing_weights(named_weights(model)) == []
+    with torch.no_grad():
+        model.model.norm.weight[3] *= 1.0001
+    assert fp32_engine.differing_weights(named_weights(model)) == ["model.norm.weight"]
 
 
 def test_logprobs_are_finite(fp32_engine):
@@ -258,14 +289,127 @@ def test_fp8_rounds_and_a_sync_rounds_like_a_fresh_load():
     assert 1e-5 < delta.mean() < 0.05  # real, and small
 
 
-def test_a_cpu_cannot_do_every_quantisation():
-    with pytest.raises(UserError, match="quantization='fp8': vLLM has no CPU kernel"):
-        VLLMEngine("fp8").start(resolve_model(TINY), 64)
-    with pytest.raises(UserError, match="vLLM cannot serve"):
-        VLLMEngine("fp8_per_channel", dtype="float32").start(resolve_model(TINY), 64)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"quantization": "fp8", "simulate": False}, "vLLM has no CPU kernel for it"),
+        ({"quantization": "int4", "simulate": False}, "from checkpoints only"),
+        ({"quantization": "fp8_per_channel", "simulate": False, "dtype": "float32"}, "bfloat16 or float16 only"),
+        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16': on a CPU it must be auto"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': on a CPU it must be auto"),
+        ({"routing_replay": True}, "has no experts"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_with_the_reason(options, reason):
+    with pytest.raises(UserError, match=reason):
+        VLLMEngine(**options).start(resolve_model(TINY), 64)
 
 
-def test_a_float32_engine_with_another_cache_is_refused():
-    engine = VLLMEngine(dtype="float32", options={"kv_cache_dtype": "bfloat16"})
-    with pytest.raises(UserError, match="computes garbage"):
-        engine.start(resolve_model(TINY), 64)
+def test_quantised_experts_and_their_choices_are_refused_on_a_cpu(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3-moe"]())
+    with pytest.raises(UserError, match="no CPU kernel for quantised experts"):
+        VLLMEngine("fp8_per_channel", simulate=False, dtype="bfloat16").start(path, 64)
+    with pytest.raises(UserError, match="tells the experts on GPUs only"):
+        VLLMEngine(routing_replay=True).start(path, 64)
+
+
+def test_a_model_that_is_quantised_already_is_refused(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    config = json.loads((Path(path) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (Path(path) / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="is quantised already"):
+        VLLMEngine().start(path, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"quantization": "fp9"}, "quantization='fp9': must be one of none, fp8"),
+        ({"simulate": "yes"}, "simulate='yes': must be auto, true or false"),
+        ({"simulate": True}, "nothing to simulate"),
+        ({"options": {"quantization_config": {"linear": "fp8_per_channel"}}}, "quantization_config is a setting"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_at_once(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        VLLMEngine(**options)
+
+
+def linear_weights(model):
+    """The weights that vLLM's linear layers compute with, however they are packed: what they make of unit vectors."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            unit = torch.eye(module.input_size)
+            activations, module.quant_method.activations = module.quant_method.activations, None
+            found[name] = module.quant_method.apply(module, unit).T.contiguous()
+            module.quant_method.activations = activations
+    return found
+
+
+@pytest.mark.parametrize("quantization", list(FORMATS))
+def test_a_simulated_engine_computes_with_the_rounded_weights_of_the_trainer(tmp_path, quantization):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    model, rounding = load_policy(path), FORMATS[quantization][0]
+    engine = VLLMEngine(quantization, simulate=True, dtype="float32", kv_cache_gib=0.0625)
+    engine.start(path, max_length=64)
+    try:
+        for version in (0, 1):
+            if version:  # a sync rounds as a fresh load does
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(torch.randn_like(parameter) * 0.1)
+                engine.load_weights(named_weights(model), version)
+            (held,) = engine._llm.apply_model(linear_weights)
+            sent = dict(named_weights(model))
+            for name, weight in held.items():
+                parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+                *path_of, last = name.split(".")
+                whole = torch.cat([sent[".".join([*path_of, part, "weight"])] for part in parts.get(last, (last,))])
+                assert torch.equal(weight, rounding(whole)), name
+                assert not torch.equal(weight, whole)
+            assert engine.differing_weights(named_weights(model)) == []
+    finally:
+        engine.close()
+
+
+def test_simulated_fp8_is_close_to_native_fp8():
+    """Both round weights and activations alike; only the accumulation differs."""
+    rows = {}
+    for simulate in (False, True):
+        engine = VLLMEngine("fp8_per_channel", simulate=simulate, dtype="bfloat16", kv_cache_gib=0.0625)
+        engine.start(resolve_model(TINY), max_length=64)
+        try:
+            rows[simulate] = engine.distributions(PROMPTS * 4, temperature=1.0)
+        finally:
+            engine.close()
+    exact = TransformersEngine()
+    exact.start(resolve_model(TINY), 64)
+    truth = exact.distributions(PROMPTS * 4, temperature=1.0)
+    apart = divergences(rows[True], rows[False])["total_variation"].mean()
+    assert 0 < apart < divergences(truth, rows[False])["total_variation"].mean()
+
+
+def test_simulated_experts_round(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3-moe"]())
+    model, apart = load_policy(path), {}
+    for quantization in ("fp8_per_channel", "int4"):
+        engine = VLLMEngine(quantization, dtype="float32", kv_cache_gib=0.0625)
+        engine.start(path, max_length=64)
+        try:
+            sampled = [engine.distributions(PROMPTS, 1.0)]
+            engine.load_weights(((name, weight * 2) for name, weight in named_weights(model)), 1)
+            sampled.append(engine.distributions(PROMPTS, 1.0))
+            engine.load_weights(named_weights(model), 2)
+            sampled.append(engine.distributions(PROMPTS, 1.0))
+        finally:
+            engine.close()
+        assert torch.equal(sampled[0], sampled[2])
+        assert not torch.equal(sampled[0], sampled[1])
+        plain = TransformersEngine()
+        plain.start(path, 64)
+        apart[quantization] = divergences(plain.distributions(PROMPTS, 1.0), sampled[0])["total_variation"].mean()
+    assert 0 < apart["fp8_per_channel"] < apart["int4"]

@@ -51,13 +51,15 @@ def saved(tmp_path, model):
 def reference(path, rollout):
     """Log-probs of each response token, one sequence at a time through transformers' own attention."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    logprobs, entropies = [], []
+    logprobs, entropies, ranks = [], [], []
     for prompt, response in rollout.sequences():
         logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / rollout.temperature
         everything = logits.log_softmax(-1)
         logprobs.append(everything.gather(-1, response[:, None])[:, 0])
         entropies.append(-(everything.exp() * everything).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
+        places = everything.argsort(-1, descending=True)
+        ranks.append((places == response[:, None]).int().argmax(-1) + 1)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(ranks)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,10 +71,11 @@ def test_packed_chunked_logprobs_equal_transformers_one_by_one(tmp_path, monkeyp
     policy = load_policy(path)
     check_token_logprobs(policy, path)
     packed = pack(rollout, [0, 1, 2, 3, 4])
-    got, entropy = token_logprobs(policy, packed, 0.7, entropy=True)
-    want, want_entropy = reference(path, rollout)
+    got, entropy, ranks = token_logprobs(policy, packed, 0.7, entropy=True, ranks=True)
+    want, want_entropy, want_ranks = reference(path, rollout)
     torch.testing.assert_close(got, want[packed.index], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(entropy, want_entropy[packed.index], atol=2e-5, rtol=1e-4)
+    assert torch.equal(ranks, want_ranks[packed.index])
 
 
 def test_gradients_do_not_depend_on_the_chunks_nor_on_checkpointing(tmp_path, monkeypatch):

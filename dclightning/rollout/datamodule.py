@@ -21,7 +21,7 @@ from dclightning.rewards.math import MathReward
 from dclightning.rewards.scoring import OnError, Reward, Scorer, reward_name
 from dclightning.rollout.engine import RolloutEngine
 from dclightning.rollout.responses import encode_prompt, respond
-from dclightning.rollout.types import Rollout, Sampling
+from dclightning.rollout.types import Rollout, Sampling, gathered_experts
 from dclightning.seeds import derive_seed
 from dclightning.strategies import data_parallel_reduce
 
@@ -158,7 +158,7 @@ class RolloutDataModule(L.LightningDataModule):
                 number = f"validation_samples={self.samples[name]} ({name})"
                 raise UserError(f"{number}: at temperature 0 all samples are the same; use 1")
         longest = max((self._longest(p, self.validation_sampling) for p in self.benchmarks.values()), default=0)
-        if stage == "fit":
+        if stage in ("fit", "predict"):
             self.training_problems = self._short_enough(load_problems(self.problems))
             self._report_faults()
             if len(self.training_problems) < self.prompts_per_step:
@@ -198,6 +198,10 @@ class RolloutDataModule(L.LightningDataModule):
                 yield self.next_rollout()
 
         return RolloutLoader(rollouts, per_epoch)
+
+    def predict_dataloader(self) -> "RolloutLoader":
+        """The same rollouts, to be looked at only."""
+        return self.train_dataloader()
 
     def val_dataloader(self) -> list["RolloutLoader"]:
         """For each benchmark and policy the problems with their responses, as many at a time as a rollout has."""
@@ -293,6 +297,10 @@ class RolloutDataModule(L.LightningDataModule):
             prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
             response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
             rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
+            rollout_ranks=torch.tensor(
+                [rank for c in completions for rank in c.ranks or [0] * len(c.token_ids)], dtype=torch.int64
+            ),
+            experts=gathered_experts(completions),
             rewards=scores.total,
             reward_parts=scores.parts,
             reward_timeouts=scores.timeouts,

@@ -34,8 +34,14 @@ class RolloutEngine(Protocol):
         once for each prompt, as soon as all responses to it are there.
         """
 
+    def distributions(self, contexts: list[list[int]], temperature: float) -> Tensor:
+        """The next token's log-probabilities after each context, (contexts, vocabulary) float32."""
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, given by their names in the model's own checkpoint."""
+
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """The names of weights that the engine holds otherwise than given, as far as it can tell."""
 
     def close(self) -> None:
         """Free what the engine holds; it can be started again."""

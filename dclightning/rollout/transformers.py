@@ -78,12 +78,23 @@ class TransformersEngine:
                 told += 1
         return completions
 
+    @torch.inference_mode()
+    def distributions(self, contexts: list[list[int]], temperature: float) -> Tensor:
+        """The next token's log-probabilities after each context, (contexts, vocabulary) float32."""
+        rows = [self._model(torch.tensor([ids], device=self._model.device)).logits[0, -1] for ids in contexts]
+        return (torch.stack(rows).float() / temperature).log_softmax(-1).cpu()
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights."""
         named = dict(self._model.named_parameters())
         for name, weight in weights:
             named[name].data.copy_(weight)
         self.version = version
+
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """The names of weights that are not the given ones."""
+        named = dict(self._model.named_parameters())
+        return [name for name, weight in weights if not torch.equal(named[name], weight.to(named[name]))]
 
     def close(self) -> None:
         """Free the model."""

@@ -43,11 +43,26 @@ class Completion:
     """Log-probability of each of them under the inference policy, at the sampling temperature."""
     finish_reason: Literal["stop", "length"]
     """``length`` if the response was cut off."""
+    ranks: list[int] = field(default_factory=list)
+    """How many tokens were likelier under the inference policy, and 1, for each of them; empty if it does not tell."""
+    experts: Tensor | None = None
+    """The experts that the engine chose for each token of prompt and response but the last, in each layer.
+    (tokens, layers, k) int16"""
     text: str = ""
     """The decoded response, for rewards and for people; training never sees it."""
 
 
+def gathered_experts(completions: list[Completion]) -> Tensor | None:
+    """The experts of all tokens of some sequences, -1 for each one's last; None if the engine does not tell them."""
+    parts = [completion.experts for completion in completions]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return torch.cat([torch.cat([part, part.new_full((1, *part.shape[1:]), -1)]) for part in known])
+
+
 _OF_SEQUENCES = ("prompt_lengths", "response_lengths", "rewards", "truncated")
+_OF_RESPONSE_TOKENS = ("rollout_logprobs", "rollout_ranks")
 
 
 @dataclass
@@ -65,6 +80,8 @@ class Rollout:
     """(B,) int64"""
     rollout_logprobs: Tensor
     """Log-probability of each response token under the inference policy. (R,) float32"""
+    rollout_ranks: Tensor
+    """Its rank there, from 1; 0 if the engine does not tell. (R,) int64"""
     rewards: Tensor
     """NaN where a response could not be scored. (B,) float32"""
     truncated: Tensor
@@ -77,6 +94,9 @@ class Rollout:
     """The longest response that was allowed."""
     weight_version: int
     """Training steps that the engine's weights had seen."""
+    experts: Tensor | None = None
+    """The experts that the engine chose for each token in each layer, -1 where that is not known: then the trainer uses
+    them, too. (N, layers, k) int16"""
     reward_parts: dict[str, Tensor] = field(default_factory=dict)
     """By name the rewards that ``rewards`` is the weighted sum of. (B,) float32 each"""
     reward_timeouts: int = 0
@@ -105,18 +125,28 @@ class Rollout:
 
     def select(self, chosen: list[int]) -> "Rollout":
         """Some of the sequences, in the order given; whole groups of them."""
-        sequences, logprobs = self.sequences(), self.rollout_logprobs.split(self.response_lengths.tolist())
+        sequences, lengths = self.sequences(), self.response_lengths.tolist()
+
+        def tokens(values: Tensor) -> Tensor:
+            parts = values.split(lengths)
+            return torch.cat([parts[i] for i in chosen])
+
+        picked: dict[str, Any] = {name: getattr(self, name)[chosen] for name in _OF_SEQUENCES}
+        picked |= {name: tokens(getattr(self, name)) for name in _OF_RESPONSE_TOKENS}
+        if self.experts is not None:
+            whole = self.experts.split((self.prompt_lengths + self.response_lengths).tolist())
+            picked["experts"] = torch.cat([whole[i] for i in chosen])
         return replace(
             self,
             token_ids=torch.cat([part for i in chosen for part in sequences[i]]),
-            rollout_logprobs=torch.cat([logprobs[i] for i in chosen]),
             reward_parts={name: part[chosen] for name, part in self.reward_parts.items()},
-            **{name: getattr(self, name)[chosen] for name in _OF_SEQUENCES},
+            **picked,
         )
 
     def __add__(self, other: "Rollout") -> "Rollout":
         """The sequences of both, which were drawn alike."""
-        names = ("token_ids", "rollout_logprobs", *_OF_SEQUENCES)
+        experts = () if self.experts is None else ("experts",)
+        names = ("token_ids", *experts, *_OF_RESPONSE_TOKENS, *_OF_SEQUENCES)
         both: dict[str, Any] = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in names}
         parts = {name: torch.cat([part, other.reward_parts[name]]) for name, part in self.reward_parts.items()}
         return replace(

@@ -1,51 +1,85 @@
 """The vLLM engine, in the trainer's own process: one class for CPU and GPU."""
 
+import logging
 import math
 import os
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
-from dclightning.errors import UserError
+from dclightning.errors import UserError, check_choice
+from dclightning.models import from_pretrained, has_experts
 from dclightning.rollout.engine import Finished
 from dclightning.rollout.types import Completion, Sampling
 
-CPU_QUANTIZATIONS = ("fp8_per_channel",)
-"""The online quantisations whose kernels vLLM has for a CPU."""
+Quantization = Literal["none", "fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "int8", "int4", "mxfp4", "nvfp4"]
+ONLINE = ("fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4")
+"""What vLLM quantises linear layers to while it loads them, given a GPU that can compute with it."""
+ONLINE_ON_CPU = ("fp8_per_channel",)
+"""And what of these on a CPU, but for experts."""
+SETTINGS = ("quantization", "quantization_config", "kv_cache_dtype", "dtype", "hf_overrides")
+"""What is no free option of vLLM here: some of it would be ignored, or computed wrongly, without a word."""
+
+log = logging.getLogger(__name__)
 
 
 class VLLMEngine:
     """Samples with vLLM, and takes new weights without a restart.
 
     Args:
-        quantization: One of vLLM's online quantisations, such as ``fp8`` (GPU) or ``fp8_per_channel`` (also CPU): every
-            sync quantises the trainer's weights anew. None leaves them in ``dtype``.
-        dtype: Of weights and activations: ``auto`` (as the model says), ``float32``, ``bfloat16`` or ``float16``.
+        quantization: What weights, and with most formats activations, of linear layers and experts are rounded to at
+            each sync: ``fp8`` (one scale a tensor), ``fp8_per_channel``, ``fp8_per_block`` (128 x 128), ``mxfp8``,
+            ``int8`` (per channel), ``int4`` (groups of 128, weights only), ``mxfp4`` (weights only) or ``nvfp4``.
+        simulate: Whether to compute in ``dtype`` with rounded numbers, instead of with the format's own kernels:
+            ``auto`` does so where vLLM has none for the device and the model.
+        simulate_activations: Whether a simulation also rounds activations, if the format does.
+        dtype: Of all that is not quantised: ``auto`` (as the model says), ``float32``, ``bfloat16`` or ``float16``.
+        kv_cache_dtype: Of keys and values: ``auto`` (as ``dtype``), or on a GPU what vLLM has, such as ``fp8``.
         kv_cache_gib: Memory of the KV cache. By default 1 GiB on a CPU, and what ``gpu_memory_utilization`` leaves on a
             GPU.
         gpu_memory_utilization: Share of the GPU that vLLM may use, weights included.
         tensor_parallel_size: GPUs that one engine spans. Only 1 can run at present.
+        routing_replay: Whether the engine tells which experts of a mixture it chose, so that training uses the same
+            (R3). GPU only.
         enforce_eager: Whether to run without CUDA graphs and torch.compile; by default so on a CPU only.
         options: More arguments of ``vllm.LLM``.
     """
 
     def __init__(
         self,
-        quantization: str | None = None,
+        quantization: Quantization = "none",
+        simulate: bool | Literal["auto"] = "auto",
+        simulate_activations: bool = True,
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         kv_cache_gib: float | None = None,
         gpu_memory_utilization: float = 0.5,
         tensor_parallel_size: int = 1,
+        routing_replay: bool = False,
         enforce_eager: bool | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self.quantization = quantization
+        check_choice("quantization", quantization, Quantization)
+        if simulate not in (True, False, "auto"):
+            raise ValueError(f"simulate={simulate!r}: must be auto, true or false")
+        if quantization == "none" and simulate is True:
+            raise ValueError("simulate: there is nothing to simulate with quantization='none'")
+        if settings := [name for name in SETTINGS if name in (options or {})]:
+            raise ValueError(f"options: {settings[0]} is a setting of the engine itself, or follows from quantization")
+        self.quantization: Quantization = quantization
+        self.simulate = simulate
+        self.simulate_activations = simulate_activations
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
         self.tensor_parallel_size = tensor_parallel_size
+        self.routing_replay = routing_replay
         self.enforce_eager = enforce_eager
         self.options = options or {}
         self.version = 0
@@ -62,12 +96,15 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
+        torch.cpu._init_amx()  # vLLM's kernels use AMX where there is one, and the system wants to be asked first
         with _random_state_kept():  # vLLM reseeds the global generators
             try:
                 self._llm = LLM(**arguments)
             except ValueError as error:
                 reason = " ".join(str(error).split())
                 raise UserError(f"vLLM cannot serve model={model!r} with {self._described()}: {reason}") from error
+        if self._llm.llm_engine.vllm_config.device_config.device_type == "cpu":
+            self._llm.apply_model(_make_fp8_fast_on_cpu)
         self.version = 0
 
     def generate(
@@ -116,6 +153,25 @@ class VLLMEngine:
                 raise
         return [completion for group in groups for completion in group]
 
+    def distributions(self, contexts: list[list[int]], temperature: float) -> Tensor:
+        """The next token's log-probabilities after each context, (contexts, vocabulary) float32."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        parameters = SamplingParams(
+            max_tokens=1, temperature=temperature, logprobs=-1, flat_logprobs=True, detokenize=False, seed=0
+        )
+        self._llm.reset_prefix_cache()
+        vocabulary = self._llm.llm_engine.model_config.get_vocab_size()
+        found = torch.full((len(contexts), vocabulary), -math.inf)
+        with _random_state_kept():
+            for start in range(0, len(contexts), 8):  # vLLM gives Python lists
+                asked = [tokens_input(ids) for ids in contexts[start : start + 8]]
+                for row, request in enumerate(self._llm.generate(asked, parameters, use_tqdm=False), start):
+                    logprobs = request.outputs[0].logprobs
+                    found[row, torch.tensor(logprobs.token_ids)] = torch.tensor(logprobs.logprobs)
+        return found
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; quantised ones are quantised anew, exactly as when they are loaded from a file."""
         dtype = self._llm.llm_engine.model_config.dtype
@@ -123,6 +179,19 @@ class VLLMEngine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rounded})
         self._llm.apply_model(_repack_for_cpu)
         self.version = version
+
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """The names of vLLM's weights that are not the given ones; of quantised and repacked ones it cannot tell."""
+        ((held, fused),) = self._llm.apply_model(_checksums)
+        dtype = self._llm.llm_engine.model_config.dtype
+        sent = {name: _checksum(weight.to(dtype)) for name, weight in weights}
+        differing = []
+        for name, checksum in held.items():
+            module = name.split(".")[-2]
+            parts = [name.replace(f".{module}.", f".{part}.") for part in fused.get(module, [module])]
+            if all(part in sent for part in parts) and checksum != sum(sent[part] for part in parts):
+                differing.append(name)
+        return differing
 
     def close(self) -> None:
         """Shut vLLM down and free its memory."""
@@ -139,33 +208,70 @@ class VLLMEngine:
         from vllm.platforms import current_platform
 
         cpu = current_platform.is_cpu()
+        config = from_pretrained(AutoConfig, model)
         if self.tensor_parallel_size > 1:
             raise UserError(
                 f"engine tensor_parallel_size={self.tensor_parallel_size}: only 1 can run in this version, "
                 "one engine beside each rank"
             )
-        if cpu and self.quantization is not None and self.quantization not in CPU_QUANTIZATIONS:
+        if cpu and self.kv_cache_dtype not in ("auto", self.dtype):
             raise UserError(
-                f"engine quantization={self.quantization!r}: vLLM has no CPU kernel for it; "
-                f"on a CPU use {' or '.join(CPU_QUANTIZATIONS)}, or none"
+                f"engine kv_cache_dtype={self.kv_cache_dtype!r}: on a CPU it must be auto; vLLM has no kernels for it, "
+                "or computes garbage"
             )
-        kv_cache_dtype = self.options.get("kv_cache_dtype", "auto")
-        if cpu and self.dtype == "float32" and kv_cache_dtype not in ("auto", "float32"):
-            raise UserError(f"engine kv_cache_dtype={kv_cache_dtype!r}: vLLM computes garbage with dtype='float32'")
+        if getattr(config, "quantization_config", None) is not None:
+            raise UserError(f"model={model!r}: is quantised already; take the model that it was made from")
+        if self.routing_replay and not has_experts(config):
+            raise UserError(f"engine routing_replay=true: model={model!r} has no experts")
+        if self.routing_replay and cpu:
+            raise UserError("engine routing_replay=true: vLLM tells the experts on GPUs only")
         memory = self.kv_cache_gib if self.kv_cache_gib is not None else 1.0 if cpu else None
         return {
             "model": model,
-            "quantization": self.quantization,
             "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            **self._quantized(cpu, config),
             "max_model_len": max_length,
             "enforce_eager": cpu if self.enforce_eager is None else self.enforce_eager,
             "logprobs_mode": "processed_logprobs",  # the default ignores the temperature
+            "max_logprobs": -1,  # whole distributions, if they are asked for
             "disable_log_stats": True,
+            **({"enable_return_routed_experts": True} if self.routing_replay else {}),
             "use_tqdm_on_load": False,
             **({} if cpu else {"gpu_memory_utilization": self.gpu_memory_utilization, **_beside_ranks()}),
             **({} if memory is None else {"kv_cache_memory_bytes": int(memory * 2**30)}),
             **self.options,
         }
+
+    def _quantized(self, cpu: bool, config: Any) -> dict[str, Any]:
+        """vLLM's arguments for the format: its own kernels, or the simulation."""
+        if self.quantization == "none":
+            return {}
+        missing = self._missing(cpu, config)
+        if missing and self.simulate is False:
+            raise UserError(
+                f"engine quantization={self.quantization!r}: {missing}; set simulate to true, or another quantization"
+            )
+        if not missing and self.simulate is not True:
+            return {"quantization": self.quantization}
+        if self.simulate == "auto":
+            log.warning("engine quantization=%r is simulated: %s", self.quantization, missing)
+        from dclightning.rollout.simulated import overrides  # imports vLLM
+
+        return {"hf_overrides": overrides(self.quantization, self.simulate_activations)}
+
+    def _missing(self, cpu: bool, config: Any) -> str | None:
+        """Why vLLM cannot compute in the format itself, or None."""
+        if self.quantization not in ONLINE:
+            return "vLLM reads it from checkpoints only, where each sync has to quantise anew"
+        if cpu and self.quantization not in ONLINE_ON_CPU:
+            return f"vLLM has no CPU kernel for it, only for {', '.join(ONLINE_ON_CPU)}"
+        if cpu and has_experts(config):
+            return "vLLM has no CPU kernel for quantised experts"
+        dtype = str(config.get_text_config().dtype) if self.dtype == "auto" else self.dtype
+        if dtype.removeprefix("torch.") == "float32":
+            return "vLLM quantises with dtype bfloat16 or float16 only"
+        return None
 
     def _described(self) -> str:
         return f"quantization={self.quantization!r}, dtype={self.dtype!r}, kv_cache_gib={self.kv_cache_gib}"
@@ -185,6 +291,40 @@ def _random_state_kept() -> Any:
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
+def _checksums(model: nn.Module) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """Of each weight that is as it was loaded, and which modules are several of the checkpoint's in one."""
+    held = {}
+    for path, module in model.named_modules():
+        if not type(getattr(module, "quant_method", None)).__name__.startswith("Simulated"):
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.numel() and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                    held[f"{path}.{name}"] = _checksum(weight)
+    return held, getattr(model, "packed_modules_mapping", {})
+
+
+def _checksum(weight: Tensor) -> int:
+    """The sum of the numbers' bits: neither order nor zeros beside them matter, so that parts add up to a whole."""
+    bits = torch.int32 if weight.element_size() == 4 else torch.int16
+    return int(weight.detach().contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def _make_fp8_fast_on_cpu(model: nn.Module) -> None:
+    """Keep torch from handing FP8 products to oneDNN: with AMX, but without its FP8, that is 500 times slower."""
+
+    def product(apply: Any, **arguments: Any) -> Any:
+        onednn: Any = torch.backends.mkldnn
+        before, onednn.enabled = onednn.enabled, False
+        try:
+            return apply(**arguments)
+        finally:
+            onednn.enabled = before
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "fp8_linear", None)
+        if kernel is not None:
+            kernel.apply_scaled_mm = partial(product, kernel.apply_scaled_mm)
+
+
 def _completion(output: Any, sample: str) -> Completion:
     token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
     if len(logprobs) != len(token_ids):
@@ -192,11 +332,18 @@ def _completion(output: Any, sample: str) -> Completion:
     for position, logprob in enumerate(logprobs):
         if not -math.inf < logprob <= 1e-4:
             raise RuntimeError(f"sample {sample}: log-prob of token {position} is {logprob}; must be finite, at most 0")
-    return Completion(token_ids, logprobs, "length" if output.finish_reason == "length" else "stop")
+    return Completion(
+        token_ids,
+        logprobs,
+        "length" if output.finish_reason == "length" else "stop",
+        ranks=list(output.logprobs.ranks),
+        experts=None if output.routed_experts is None else torch.from_numpy(output.routed_experts.astype(np.int16)),
+    )
 
 
 def _repack_for_cpu(model: nn.Module) -> None:
     """Rebuild what vLLM's CPU kernels keep beside the weights and its reload leaves stale, silently."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 
@@ -206,5 +353,5 @@ def _repack_for_cpu(model: nn.Module) -> None:
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):  # a head tied to the embedding
             module.quant_method.process_weights_after_loading(module)
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and type(module.quant_method).__name__ == "UnquantizedFusedMoEMethod":
+        if kernel is not None and isinstance(module.quant_method, UnquantizedFusedMoEMethod):
             kernel.fused_experts.process_weights_after_loading(module)
