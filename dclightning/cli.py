@@ -1,4 +1,4 @@
-"""``dclightning fit``, ``validate`` and ``test``: Lightning's CLI; typed signatures are the config's schema."""
+"""``dclightning fit`` and what else takes a run's config: Lightning's CLI; typed signatures are the schema."""
 
 import logging
 import os
@@ -17,8 +17,19 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from dclightning.callbacks import Evaluations, Histograms, RolloutCheckpoint, RolloutProgress, WeightSync
+from dclightning.calibrate import Calibration, calibrate, show, write
+from dclightning.callbacks import (
+    Evaluations,
+    Histograms,
+    RolloutCheckpoint,
+    RolloutProgress,
+    SavedRollouts,
+    WeightSync,
+)
+from dclightning.doctor import Finding
+from dclightning.doctor import show as show_findings
 from dclightning.errors import UserError, one_line
+from dclightning.examination import examine
 from dclightning.module import GRPOModule
 from dclightning.report import measures_of
 from dclightning.rollout.datamodule import RolloutDataModule
@@ -28,16 +39,55 @@ LOG_FILE = "run.log"
 log = logging.getLogger(__name__)
 
 
+class RunTrainer(Trainer):
+    """Lightning's, with what else can be done with a run's config, so that it has options on the command line."""
+
+    def calibrate(
+        self,
+        model: GRPOModule,
+        datamodule: RolloutDataModule,
+        ckpt_path: str | None = None,
+        rollouts: int = 4,
+        slack: float = 0.2,
+        positions: int = 256,
+        output: Path = Path("calibration"),
+    ) -> Calibration:
+        """Measure the discrepancy with fixed weights, and propose a budget for it.
+
+        Args:
+            model: The training policy.
+            datamodule: The problems and the engine.
+            ckpt_path: The checkpoint to take the weights from; by default they are the model's.
+            rollouts: How many are drawn; more measure the floor and the tail better.
+            slack: How far the budget is above the floor, as a share of it.
+            positions: At how many positions of each rollout whole distributions are compared.
+            output: A folder for what is found.
+        """
+        return calibrate(self, model, datamodule, ckpt_path, rollouts, slack, positions, output)
+
+    def doctor(self, model: GRPOModule, datamodule: RolloutDataModule, ckpt_path: str | None = None) -> list[Finding]:
+        """Try what a run relies on.
+
+        Args:
+            model: The training policy.
+            datamodule: The problems, the reward and the engine.
+            ckpt_path: The checkpoint to take the weights from; by default they are the model's.
+        """
+        return examine(self, model, datamodule, ckpt_path)
+
+
 class DCLightningCLI(LightningCLI):
     """Lightning's CLI with one seed, ``--ckpt_path last`` across runs, and a log file in the run's folder."""
 
     def __init__(self, arguments: list[str], chatter: MemoryHandler) -> None:
         self.chatter = chatter
+        self.command = arguments[0]
         quiet = {"exit_on_error": False}
         super().__init__(
             GRPOModule,
             RolloutDataModule,
             args=arguments,
+            trainer_class=RunTrainer,
             save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
@@ -50,17 +100,16 @@ class DCLightningCLI(LightningCLI):
             parser_kwargs={**quiet, **dict.fromkeys(self.subcommands(), quiet)},
         )
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Those of Lightning's that make sense here."""
-        excluded = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
-        return {"fit": excluded, "validate": excluded, "test": excluded}
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The one that was asked for: each takes a second to set up."""
+        return {self.command: {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The callbacks of every run, one seed for all, and object defaults in a form that a saved config can hold."""
         parser.add_lightning_class_args(RolloutCheckpoint, "checkpoint")
         parser.add_lightning_class_args(Histograms, "histograms")
         parser.add_lightning_class_args(Evaluations, "evaluations")
+        parser.add_lightning_class_args(SavedRollouts, "saved_rollouts")
         parser.add_lightning_class_args(RolloutProgress, "progress")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         parser.set_defaults(
@@ -109,7 +158,7 @@ class DCLightningCLI(LightningCLI):
         listed = config["callbacks"] or []
         listed = listed if isinstance(listed, list) else [listed]
         off = {Checkpoint: config["enable_checkpointing"] is False, ProgressBar: config["enable_progress_bar"] is False}
-        for kind in (Checkpoint, ProgressBar, Histograms, Evaluations):
+        for kind in (Checkpoint, ProgressBar, Histograms, Evaluations, SavedRollouts):
             if off.get(kind) or any(isinstance(callback, kind) for callback in listed):
                 callbacks = [callback for callback in callbacks if not isinstance(callback, kind)]
         sync = [] if any(isinstance(callback, WeightSync) for callback in listed) else [WeightSync()]
@@ -129,9 +178,27 @@ class DCLightningCLI(LightningCLI):
         self._run(self.trainer.test, model, **{**kwargs, "verbose": False})
         self._print_evaluation()
 
-    def _run(self, stage: Any, model: GRPOModule, **kwargs: Any) -> None:
+    def calibrate(self, model: GRPOModule, **kwargs: Any) -> None:
+        """Measure, write what was found, and say it."""
+        calibration = self._run(RunTrainer.calibrate, self.trainer, model=model, **kwargs)
+        if not self.trainer.is_global_zero:
+            return
+        output, config = kwargs["output"], self.config[self.subcommand].as_dict()
+        show(write(calibration, config["trainer"]["callbacks"] or [], output))
+        print(f"dclightning fit --config ... --config {output}/budget.yaml")
+        print(f"dclightning inspect {output}")
+
+    def doctor(self, model: GRPOModule, **kwargs: Any) -> None:
+        """Examine the run; exits with 1 if something is wrong."""
+        findings = self._run(RunTrainer.doctor, self.trainer, model=model, **kwargs)
+        if self.trainer.is_global_zero:
+            show_findings(findings)
+        if any(finding.state == "wrong" for finding in findings):
+            sys.exit(1)
+
+    def _run(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            stage(model, **kwargs)
+            return stage(*args, **kwargs)
         except (ValueError, OSError, MisconfigurationException) as error:
             log.debug("Failed", exc_info=True)
             if isinstance(error, UserError) or self.trainer.fit_loop.total_batch_idx < 0:

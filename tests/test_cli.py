@@ -55,7 +55,8 @@ def test_help_imports_nothing_heavy():
         (["fit", "--config", QUICKSTART, "--ckpt_path", "last"], "ckpt_path='last': there is no checkpoint"),
         (["fit", "--config", QUICKSTART, "--ckpt_path", "nowhere.ckpt"], "ckpt_path='nowhere.ckpt': no such file"),
         (["fit", "--config", QUICKSTART, "--trainer.callbacks+=nowhere.Callback"], "nowhere"),
-        (["fit", "--config", QUICKSTART, "--data.engine.init_args.quantization", "fp8"], "quantization='fp8'"),
+        (["fit", "--config", QUICKSTART, "--data.engine.init_args.quantization", "fp9"], "quantization"),
+        (["fit", "--config", QUICKSTART, "--config", "native.yaml"], "quantization='fp8': vLLM has no CPU kernel"),
         (["fit", "--config", QUICKSTART, "--model.mini_batches", "5"], "mini_batches=5: must divide"),
         (["fit", "--config", QUICKSTART, "--trainer.max_epochs=-1"], "schedule='linear': needs an end"),
         (["fit", "--config", QUICKSTART, "--data.validation_limit", "0"], "validation_limit=0"),
@@ -70,6 +71,7 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.slow
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, named):
     (tmp_path / "broken.yaml").write_text("model: [\n")
+    (tmp_path / "native.yaml").write_text("data: {engine: {init_args: {quantization: fp8, simulate: false}}}")
     done = dclightning(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert named in done.stderr
@@ -162,3 +164,27 @@ def _environment(process):
         return (process / "environ").read_bytes()
     except OSError:
         return b""
+
+
+@pytest.mark.slow
+def test_calibrate_inspect_and_doctor_take_a_runs_config(tmp_path):
+    done = dclightning("calibrate", *SHORT, "--rollouts", "1", "--positions", "8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "budget" in done.stdout
+    overlay = str(tmp_path / "calibration" / "budget.yaml")
+    options = ["--trainer.limit_train_batches", "1", "--saved_rollouts.responses", "3", "--print_config"]
+    done = dclightning("fit", *SHORT, "--config", overlay, *options, cwd=tmp_path)
+    assert "StaleWeights" in done.stdout
+    done = dclightning("fit", *SHORT, "--config", overlay, *options[:-1], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "quickstart" / "version_0"
+    assert len((run / "rollouts" / "000000.jsonl").read_text().splitlines()) == 3
+    for source in ("calibration", str(run)):
+        done = dclightning("inspect", source, "--output", "page.html", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "page.html").stat().st_size > 10_000
+    done = dclightning("doctor", *SHORT, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = dclightning("doctor", *SHORT, "--data.prompt_template", "What? {problem", cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,180 @@
+"""What calibrate measures, against plain loops; and that its budget is one that a run can keep."""
+
+import json
+import math
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dclightning import GRPOModule, RolloutDataModule, Sampling, VLLMEngine
+from dclightning.calibrate import calibrate, contexts, overlay, write
+from dclightning.calibration import Tokens, describe, propose
+from dclightning.callbacks import LagrangianCallback, WeightSync
+from dclightning.discrepancy import divergences
+from dclightning.errors import UserError
+from dclightning.records import read_records
+from tests.helpers import TINY, random_rollout
+
+few = settings(max_examples=25, deadline=None)
+lengths = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
+
+
+def tokens(lengths, seed=0, scale=0.1):
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+    rollout_logprobs = -torch.rand(count, generator=generator) * 4 - 0.01
+    return Tokens(
+        (rollout_logprobs + scale * torch.randn(count, generator=generator)).clamp(max=0),
+        rollout_logprobs,
+        torch.rand(count, generator=generator) * 3,
+        torch.tensor(lengths),
+    )
+
+
+@few
+@given(lengths, st.integers(0, 99))
+def test_numbers_are_those_of_plain_loops(lengths, seed):
+    given = tokens(lengths, seed)
+    found = describe(given)
+    delta = (given.logprobs.exp() - given.rollout_logprobs.exp()).abs().tolist()
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    responses = [delta[start : start + n] for start, n in zip(starts, lengths, strict=True) if n]
+    mine = found["discrepancy"]["probability"]
+    assert mine["token_mean"] == pytest.approx(sum(delta) / len(delta))
+    assert mine["sequence_mean"] == pytest.approx(sum(sum(r) / len(r) for r in responses) / len(responses))
+    assert mine["max"] == pytest.approx(max(delta))
+    assert mine["p90"] == pytest.approx(sorted(delta)[math.ceil(0.9 * len(delta) - 1e-9) - 1])
+    for row in found["by_position"]:
+        there = [x for r in responses for place, x in enumerate(r) if row["from"] <= place < row["to"]]
+        assert row["count"] == len(there)
+        assert row["probability"] == pytest.approx(sum(there) / len(there))
+    for key in ("by_position", "by_probability", "by_entropy"):
+        assert sum(row["count"] for row in found[key]) == len(delta)
+    assert sum(row["count"] for row in found["by_length"]) == len(responses)
+    gaps = (given.logprobs - given.rollout_logprobs).tolist()
+    for row in found["by_prefix"]:
+        n = row["tokens"]
+        sums = [sum(gaps[s : s + n]) for s, length in zip(starts, lengths, strict=True) if length >= n]
+        assert row["log_weight"] == pytest.approx(math.sqrt(sum(x * x for x in sums) / len(sums)), rel=1e-4)
+
+
+def test_growth_tells_independent_gaps_from_those_that_point_one_way():
+    count = 400
+    noise = torch.randn(count * 256, generator=torch.Generator().manual_seed(0)) * 1e-3
+    alike = noise[:count].repeat_interleave(256)
+    for gaps, slope in ((noise, 0.5), (alike, 1.0)):
+        base = torch.full_like(gaps, -1.0)
+        given = Tokens(base + gaps, base, torch.ones_like(base), torch.full((count,), 256))
+        assert describe(given)["growth"] == pytest.approx(slope, abs=0.05)
+
+
+@few
+@given(lengths, st.floats(0, 1))
+def test_the_budget_is_the_floor_and_the_slack_to_two_digits(lengths, slack):
+    given = tokens(lengths)
+    found = propose(given, "probability", slack)
+    assert found["floor"] == pytest.approx(describe(given)["discrepancy"]["probability"]["sequence_mean"])
+    assert found["budget"] == pytest.approx(found["floor"] * (1 + slack), rel=0.05)
+
+
+def test_divergences_are_torchs_own_and_nothing_for_equal_distributions():
+    p, q = torch.randn(2, 50, 30, dtype=torch.float64).log_softmax(-1)
+    found = divergences(p, q, top=3)
+    distributions = [torch.distributions.Categorical(logits=logits) for logits in (p, q)]
+    kl = torch.distributions.kl_divergence
+    torch.testing.assert_close(found["kl"], kl(distributions[1], distributions[0]))
+    torch.testing.assert_close(found["reverse_kl"], kl(*distributions))
+    best = [set(row.topk(3).indices.tolist()) for row in (p[0], q[0])]
+    assert float(found["top3_agreement"][0]) == pytest.approx(len(best[0] & best[1]) / 3)
+    torch.testing.assert_close(found["top1_agreement"], (p.argmax(-1) == q.argmax(-1)).double())
+    assert (found["total_variation"] <= (found["kl"] / 2).sqrt() + 1e-12).all()  # Pinsker
+    same = divergences(p, p)
+    assert all(float(same[name].abs().max()) < 1e-12 for name in ("kl", "reverse_kl", "total_variation"))
+    assert same["top1_agreement"].min() == same["top10_agreement"].min() == 1
+
+
+def test_what_stands_before_a_token_is_its_context():
+    rollout = random_rollout([3, 0, 2, 4])
+    chosen = torch.tensor([0, 2, 3, 4, 8])
+    sequences = rollout.sequences()
+    owners = [(0, 0), (0, 2), (2, 0), (2, 1), (3, 3)]
+    want = [[*sequences[i][0].tolist(), *sequences[i][1][:n].tolist()] for i, n in owners]
+    assert contexts(rollout, chosen) == want
+
+
+def test_an_overlay_keeps_what_the_config_says_besides():
+    multiplier = {"class_path": "dclightning.callbacks.LagrangianCallback", "init_args": {"initial": 0.3, "budget": 1}}
+    other = {"class_path": "mine.Callback"}
+    proposal = {"floor": 0.001234, "low": 0.001, "high": 0.0015, "slack": 0.2, "budget": 0.0015}
+    found = yaml.safe_load(overlay([multiplier, other], proposal))["trainer"]["callbacks"]
+    assert found[0]["init_args"] == {"initial": 0.3, "budget": 0.0015}
+    assert found[1] == other
+    assert found[2] == {"class_path": "dclightning.callbacks.StaleWeights", "init_args": {"floor": 0.00123}}
+    assert multiplier["init_args"]["budget"] == 1
+    assert [
+        c["class_path"].rpartition(".")[2] for c in yaml.safe_load(overlay([], proposal))["trainer"]["callbacks"]
+    ] == [
+        "LagrangianCallback",
+        "StaleWeights",
+    ]
+
+
+def parts(engine, callbacks=(), lr=0.0, rollouts=4):
+    from dclightning import AdamW
+
+    module = GRPOModule(TINY, optimizer=AdamW(lr=lr), mini_batches=1)
+    data = RolloutDataModule(
+        "dclightning/arithmetic-train", engine, prompts_per_step=16, sampling=Sampling(max_tokens=48)
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        limit_train_batches=rollouts,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[WeightSync(), *callbacks],
+    )
+    return trainer, module, data
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)
+    close, engine.close = engine.close, lambda: None
+    yield engine
+    close()
+
+
+@pytest.mark.slow
+def test_a_calibrated_run_keeps_its_multiplier_and_one_below_the_floor_does_not(engine, tmp_path):
+    calibration = calibrate(*parts(engine), rollouts=3, slack=0.25, positions=32, output=tmp_path)
+    report = write(calibration, [], tmp_path)
+    assert json.loads((tmp_path / "calibration.json").read_text()) == report
+    assert (tmp_path / "calibration.png").stat().st_size > 20_000
+    assert len(read_records(tmp_path / "responses.jsonl")) == report["responses"] == 3 * 16 * 8
+    assert set(report["divergences"]) == {"kl", "reverse_kl", "total_variation", "top1_agreement", "top10_agreement"}
+    kl = report["divergences"]["kl"]["mean"]
+    assert 0 < kl < 0.01
+    again = calibrate(*parts(engine), rollouts=3, slack=0.25, positions=32)
+    assert again.report() == report  # measured with fixed weights and one seed
+
+    callbacks = yaml.safe_load((tmp_path / "budget.yaml").read_text())["trainer"]["callbacks"]
+    budget = callbacks[0]["init_args"]["budget"]
+    for c, low, high in ((budget, 0.48, 0.501), (budget / 5, 0.52, 1.0)):
+        multiplier = LagrangianCallback(initial=0.5, lr=10.0, budget=c)
+        trainer, module, data = parts(engine, [multiplier])
+        trainer.fit(module, data)
+        assert low < multiplier.multiplier < high
+
+
+@pytest.mark.slow
+def test_nothing_to_measure_is_said(engine):
+    with pytest.raises(UserError, match="rollouts=0: must be at least 1"):
+        calibrate(*parts(engine), rollouts=0)
