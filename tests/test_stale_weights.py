@@ -48,7 +48,7 @@ def fit(engine, alarm, rollouts, sync=None, dropped=-1, lr=2e-4):
     engine.dropped = dropped
     module = GRPOModule(TINY, optimizer=AdamW(lr=lr), mini_batches=1)
     data = RolloutDataModule(
-        "dclightning/arithmetic-train", engine, prompts_per_step=6, sampling=Sampling(max_tokens=40)
+        "dclightning/arithmetic-train", engine, prompts_per_step=4, sampling=Sampling(max_tokens=40)
     )
     trainer = L.Trainer(
         accelerator="cpu",
