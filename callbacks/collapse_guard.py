@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 import lightning as L
 
-from dclightning.callbacks.adaptive_budget import AdaptiveBudget
 from dclightning.callbacks.checkpoint import RolloutCheckpoint
 from dclightning.callbacks.lagrangian import LagrangianCallback
+from dclightning.callbacks.order import check_comes_after_multiplier
 from dclightning.callbacks.weight_sync import WeightSync
 from dclightning.errors import RunStoppedError, UserError, check_choice
 from dclightning.trends import Trend
@@ -41,8 +41,9 @@ class CollapseGuard(L.Callback):
     - ``warn`` says once what is seen, and again only after the deviation was under half the threshold.
     - ``stop`` ends the run between two rollouts, with a checkpoint.
     - ``rollback`` puts weights and momenta back to the newest good checkpoint of :class:`RolloutCheckpoint`, raises the
-      multiplier of a :class:`LagrangianCallback`, and goes on with the next problems. Neither the data nor the learning
-      rate is turned back; what the guard remembers is. Without a good checkpoint, the run stops.
+      multiplier of a :class:`LagrangianCallback` above what it was there, and goes on with the next problems. Neither
+      the data nor the learning rate is turned back; what the guard remembers is. Without a good checkpoint, the run
+      stops.
 
     A checkpoint is good if, ``patience`` rollouts later, all deviations were under half the threshold, or were not
     judged yet. The slower a collapse, the more checkpoints must be kept to find one from before it: more than the two
@@ -60,7 +61,7 @@ class CollapseGuard(L.Callback):
         threshold: The deviation that is too much.
         least_spread: Values are taken to scatter by at least this share of the usual value: at 0.05 and a threshold of
             8, a reward must fall by 40 % and the others by a factor of 1.5, even if they never moved before.
-        raise_multiplier: The factor that a rollback raises the multiplier by, within its bounds.
+        raise_multiplier: The factor that each rollback raises the multiplier by, within its bounds.
         least_multiplier: What a rollback raises it to at least, within its bounds: it may have been 0.
         max_rollbacks: How many there may be in a run.
     """
@@ -115,9 +116,7 @@ class CollapseGuard(L.Callback):
 
     def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse what cannot work, before anything is computed."""
-        for later in trainer.callbacks[trainer.callbacks.index(self) :]:
-            if isinstance(later, LagrangianCallback | AdaptiveBudget):
-                raise UserError(f"callbacks: CollapseGuard must come after {type(later).__name__} in the list")
+        check_comes_after_multiplier(self, trainer)
         self._checkpoints = [c for c in trainer.callbacks if isinstance(c, RolloutCheckpoint)]
         if self.action == "rollback" and stage == "fit" and not self._checkpoints:
             raise UserError("action='rollback': CollapseGuard goes back to checkpoints of a RolloutCheckpoint; add one")
@@ -175,7 +174,9 @@ class CollapseGuard(L.Callback):
         if self.rollbacks >= self.max_rollbacks:
             raise RunStoppedError(f"max_rollbacks={self.max_rollbacks}: {where}")
         if not good:
-            raise RunStoppedError(f"action='rollback': {where}; no good checkpoint is left; keep more of them")
+            why = "no good checkpoint is left: keep more of them (checkpoint.keep)"
+            why = why if saved else "there is no checkpoint yet: save more often (checkpoint.every_n_rollouts)"
+            raise RunStoppedError(f"action='rollback': {where}; {why}")
         step = max(good)
         states = restore_policy(trainer, saved[step])["callbacks"]
         self.rollbacks += 1
@@ -184,15 +185,15 @@ class CollapseGuard(L.Callback):
         log.warning("Rollback %d of at most %d, to %s", self.rollbacks, self.max_rollbacks, saved[step])
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LagrangianCallback):
-                self._raise_multiplier(callback)
+                self._raise_multiplier(callback, states.get(callback.state_key, {}).get("multiplier", 0.0))
             elif isinstance(callback, WeightSync):
                 callback.push(trainer, pl_module)
 
-    def _raise_multiplier(self, callback: LagrangianCallback) -> None:
-        before = callback.multiplier
-        raised = max(before * self.raise_multiplier, self.least_multiplier)
+    def _raise_multiplier(self, callback: LagrangianCallback, before: float) -> None:
+        """Above what it was at the checkpoint, for the collapse may have driven it anywhere; each time further."""
+        raised = max(before * self.raise_multiplier**self.rollbacks, self.least_multiplier)
         callback.multiplier = min(raised, callback.bounds[1])
-        log.warning("The multiplier is raised from %g to %g", before, callback.multiplier)
+        log.warning("The multiplier was %g there, and is now %g", before, callback.multiplier)
 
     def _remember(self, state: dict[str, Any]) -> None:
         """Set the past to that of a state; an empty one has none."""

@@ -7,10 +7,14 @@ from statistics import median
 from typing import Any, Literal
 
 import lightning as L
+import torch
 
+from dclightning.callbacks.order import check_comes_after_multiplier
 from dclightning.discrepancy import sequence_mean
 from dclightning.errors import RunStoppedError, check_choice
 from dclightning.models import named_weights
+from dclightning.strategies import data_parallel_reduce
+from dclightning.trends import SMALLEST
 
 Action = Literal["warn", "stop"]
 
@@ -20,12 +24,12 @@ log = logging.getLogger(__name__)
 class StaleWeights(L.Callback):
     """Looks whether each rollout was sampled with the weights of its step, in two ways that do not trust the sync.
 
-    The weights that the engine holds are compared with the trainer's, bit by bit, before each update; of those that are
+    Checksums of the weights that the engine holds are compared with the trainer's before each update; of those that are
     quantised or repacked it cannot tell. And the mean discrepancy right after a sync must not be far over what is
     usual: the calibrated floor, or the median of the latest rollouts if that is higher, for a discrepancy that rises
     slowly is what the multiplier is for. (That the engine's version is the step's, the module always checks.)
 
-    ``guard/discrepancy_over_usual`` is logged.
+    ``guard/discrepancy_over_usual`` is logged. List it after the callbacks that move the multiplier or its budget.
 
     Args:
         floor: The mean discrepancy with fixed weights, from ``dclightning calibrate``. Without it, the first
@@ -59,35 +63,45 @@ class StaleWeights(L.Callback):
         self.action = action
         self.warmup = warmup
         self.latest: deque[float] = deque(maxlen=window)
+        self._different: list[str] = []
+
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a place in the list where a stop would leave the multiplier behind."""
+        check_comes_after_multiplier(self, trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Compare the weights: since the rollout was sampled nothing has changed."""
-        if not self.compare_weights:
-            return
-        engine = trainer.datamodule.engine  # type: ignore[attr-defined]
-        if different := engine.differing_weights(named_weights(pl_module.model)):
-            self._alarm(trainer, f"{len(different)} weights of the engine are not the trainer's, {different[0]} first")
+        if self.compare_weights:
+            engine = trainer.datamodule.engine  # type: ignore[attr-defined]
+            self._different = engine.differing_weights(named_weights(pl_module.model))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the step's mean discrepancy with what is usual; a step that sets off the alarm does not become it."""
-        mean = sequence_mean(outputs["delta"], outputs["response_lengths"]).item()
+        """Sound the alarm on all ranks, if one of them has a reason."""
+        mean = sequence_mean(outputs["delta"], outputs["response_lengths"]).item()  # the same on all ranks
         usual = self.usual()
         pl_module.log("guard/discrepancy_over_usual", mean / usual)
-        if mean > self.factor * usual:
-            self._alarm(trainer, f"the mean discrepancy is {mean:.3g}, usual is {usual:.3g}")
-        elif math.isfinite(mean):
+        if math.isfinite(mean):
             self.latest.append(mean)
+        where = f"Rollout {trainer.fit_loop.total_batch_idx}"
+        count = torch.tensor(len(self._different), device=pl_module.device)
+        if differing := int(data_parallel_reduce(trainer.strategy, count)):
+            first = f", such as {self._different[0]}" if self._different else ", on another rank"
+            self._alarm(f"Stale weights in the engine: {where}: {differing} are not the trainer's{first}")
+        elif mean > self.factor * usual:
+            agree = "; the weights that can be compared agree" if self.compare_weights else ""
+            self._alarm(
+                f"Stale weights in the engine? {where}: the mean discrepancy is {mean:.3g}, usual is {usual:.3g}{agree}"
+            )
 
     def usual(self) -> float:
         """What is usual; NaN as long as that is not known."""
-        if self.floor is None:
-            return median(self.latest) if len(self.latest) >= self.warmup else math.nan
-        return max(self.floor, median(self.latest)) if self.latest else self.floor
+        if self.floor is None and len(self.latest) < self.warmup:
+            return math.nan
+        return max(self.floor or 0.0, median(self.latest) if self.latest else 0.0, SMALLEST)
 
-    def _alarm(self, trainer: L.Trainer, what: str) -> None:
-        line = f"Stale weights in the engine? Rollout {trainer.fit_loop.total_batch_idx}: {what}"
+    def _alarm(self, line: str) -> None:
         if self.action == "stop":
             raise RunStoppedError(line)
         log.warning(line)

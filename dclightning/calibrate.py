@@ -19,16 +19,22 @@ import yaml
 from torch import Tensor
 
 from dclightning.calibration import Tokens, describe, describe_divergences, propose
+from dclightning.callbacks.lagrangian import LagrangianCallback, MeanKind
+from dclightning.callbacks.penalty import Penalty
 from dclightning.discrepancy import DiscrepancyKind, divergences
 from dclightning.errors import UserError
-from dclightning.models import TokenScores, distributions
+from dclightning.models import TokenScores, distributions, reshard
+from dclightning.ragged import spread
 from dclightning.records import records, write_records
 from dclightning.rollout.engine import RolloutEngine
 from dclightning.rollout.types import Rollout
+from dclightning.routing import replayed
 from dclightning.seeds import derive_seed
 from dclightning.strategies import data_parallel_gather
 
 MULTIPLIER, ALARM = "dclightning.callbacks.LagrangianCallback", "dclightning.callbacks.StaleWeights"
+KEPT = 64
+"""Responses of each rollout that are kept to be looked at."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,16 @@ class Calibration:
     """Between whole distributions, at some positions; see :func:`~dclightning.discrepancy.divergences`."""
     kind: DiscrepancyKind
     """Which of the discrepancies the run charges for."""
+    aggregation: MeanKind
+    """Which mean of it the run's multiplier looks at."""
     slack: float
 
     def report(self) -> dict[str, Any]:
         """All of it as plain numbers."""
         return {
             "kind": self.kind,
-            "proposal": propose(self.tokens, self.kind, self.slack),
+            "aggregation": self.aggregation,
+            "proposal": propose(self.tokens, self.kind, self.aggregation, self.slack),
             **describe(self.tokens),
             "divergences": describe_divergences(self.divergences),
         }
@@ -58,6 +67,7 @@ def calibrate(
     module: Any,
     datamodule: Any,
     ckpt_path: str | None = None,
+    weights_only: bool | None = None,
     rollouts: int = 4,
     slack: float = 0.2,
     positions: int = 256,
@@ -70,6 +80,7 @@ def calibrate(
         module: The training policy.
         datamodule: The problems and the engine.
         ckpt_path: The checkpoint to take the weights from.
+        weights_only: How it is loaded; see ``Trainer.predict``.
         rollouts: How many; more measure the floor and the tail better.
         slack: How far the budget is above the floor, as a share of it.
         positions: At how many positions of each rollout whole distributions are compared.
@@ -84,16 +95,30 @@ def calibrate(
     if not slack >= 0:
         raise UserError(f"slack={slack}: must not be negative")
     collector = _Collector(positions, output)
-    trainer.callbacks.append(collector)  # type: ignore[attr-defined]
-    trainer.limit_predict_batches = rollouts
-    try:
-        trainer.predict(module, datamodule, ckpt_path=ckpt_path, return_predictions=False)
-    finally:
-        trainer.callbacks.remove(collector)  # type: ignore[attr-defined]
+    predict(trainer, module, datamodule, rollouts, collector, ckpt_path=ckpt_path, weights_only=weights_only)
     tokens, found = collector.results()
     if len(tokens.logprobs) == 0:
-        raise UserError("calibrate: all responses are empty; is the model a chat model, and the prompt its own?")
-    return Calibration(tokens, found, module.discrepancy, slack)
+        raise UserError(
+            "calibrate: there is no token to measure: all responses are empty, or truncated and masked; "
+            "see sampling.max_tokens and prompt_template"
+        )
+    multipliers = [c for c in trainer.callbacks if isinstance(c, LagrangianCallback)]  # type: ignore[attr-defined]
+    aggregation = multipliers[0].aggregation if multipliers else "sequence"
+    return Calibration(tokens, found, module.discrepancy, aggregation, slack)
+
+
+def predict(
+    trainer: L.Trainer, module: Any, datamodule: Any, rollouts: int, callback: L.Callback, **options: Any
+) -> None:
+    """Score some rollouts under a callback, and leave everything as it was."""
+    limit, step = trainer.limit_predict_batches, datamodule.step
+    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    trainer.limit_predict_batches = rollouts
+    try:
+        trainer.predict(module, datamodule, return_predictions=False, **options)
+    finally:
+        trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
+        trainer.limit_predict_batches, datamodule.step = limit, step
 
 
 class _Collector(L.Callback):
@@ -114,19 +139,28 @@ class _Collector(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Take a rollout in."""
-        numbers = Tokens(outputs.logprobs, batch.rollout_logprobs, outputs.entropy, batch.response_lengths)
-        for name, values in {**vars(numbers), **self._compare(trainer, pl_module, batch, batch_idx)}.items():
+        counted = ~batch.truncated if pl_module.overlong.mask else torch.ones_like(batch.truncated)
+        tokens, groups = spread(counted, batch.response_lengths), torch.arange(len(batch)) // batch.group_size
+        seen = {
+            "logprobs": outputs.logprobs[tokens],
+            "rollout_logprobs": batch.rollout_logprobs[tokens],
+            "entropy": outputs.entropy[tokens],
+            "lengths": batch.response_lengths[counted],
+            "groups": (groups + len(batch) * trainer.datamodule.rank).to(counted.device)[counted],  # type: ignore[attr-defined]
+        }
+        for name, values in {**seen, **self._compare(trainer, pl_module, batch, batch_idx)}.items():
             self.parts[name].append(data_parallel_gather(trainer.strategy, values).cpu())
-        if self.output is not None:
-            rank = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
+        # Groups of different rollouts are different.
+        self.parts["groups"][-1] += batch_idx * len(batch) * trainer.world_size
+        if self.output is not None and trainer.is_global_zero:
             tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
-            rows = records(batch, outputs, tokenizer, range(len(batch)))
-            write_records(self.output / f"responses{rank}.jsonl", rows, append=batch_idx > 0)
+            rows = records(batch, outputs, tokenizer, range(min(len(batch), KEPT)))
+            write_records(self.output / "responses.jsonl", rows, append=batch_idx > 0)
 
     def _compare(self, trainer: L.Trainer, module: Any, rollout: Rollout, batch_idx: int) -> dict[str, Tensor]:
         """The divergences at positions that are drawn from all response tokens."""
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        seed = derive_seed(datamodule.seed, "positions", batch_idx, trainer.global_rank)
+        seed = derive_seed(datamodule.seed, "positions", batch_idx, datamodule.rank)
         order = torch.randperm(len(rollout.rollout_logprobs), generator=torch.Generator().manual_seed(seed))
         return compared(module, datamodule.engine, rollout, order[: self.positions])
 
@@ -148,21 +182,24 @@ def compared(module: Any, engine: RolloutEngine, rollout: Rollout, chosen: Tenso
         rollout: With R response tokens.
         chosen: Which of them. (N,) int64
     """
-    chosen = chosen.sort().values.to(rollout.token_ids.device)
+    chosen = chosen.to(rollout.token_ids.device).sort().values
     theirs = engine.distributions(contexts(rollout, chosen), rollout.temperature)
     found: list[dict[str, Tensor]] = []
     for pack in (pack for mini in module.plan(rollout) for pack in mini):  # each rank has as many of them
         here = torch.isin(pack.index, chosen)
         part = replace(pack, predictors=pack.predictors[here], targets=pack.targets[here], index=pack.index[here])
-        ours = distributions(module.model, part, rollout.temperature)
+        with replayed(module.model, part.experts):
+            ours = distributions(module.model, part, rollout.temperature)
         places = torch.searchsorted(chosen, part.index)
         found.append(divergences(ours, theirs[places.cpu()].to(ours.device)))
+    reshard(module.model)
     return {name: torch.cat([part[name] for part in found]) for name in found[0]}
 
 
 def contexts(rollout: Rollout, chosen: Tensor) -> list[list[int]]:
     """For each of some response tokens, what comes before it."""
     sequences, starts = rollout.sequences(), rollout.response_starts
+    chosen = chosen.to(starts.device)
     owners = torch.searchsorted(starts + rollout.response_lengths, chosen, right=True)  # empty responses own nothing
     before = []
     for owner, place in zip(owners.tolist(), (chosen - starts[owners]).tolist(), strict=True):
@@ -171,7 +208,7 @@ def contexts(rollout: Rollout, chosen: Tensor) -> list[list[int]]:
     return before
 
 
-def write(calibration: Calibration, callbacks: list[dict[str, Any]], output: Path) -> dict[str, Any]:
+def write(calibration: Calibration, callbacks: Any, output: Path) -> dict[str, Any]:
     """Write the numbers, the overlay and the figure; returns the numbers.
 
     Args:
@@ -187,20 +224,31 @@ def write(calibration: Calibration, callbacks: list[dict[str, Any]], output: Pat
     return report
 
 
-def overlay(callbacks: list[dict[str, Any]], proposal: dict[str, float]) -> str:
-    """A config that lays the budget and the floor over a run's callbacks; both callbacks are added if missing."""
-    found = [dict(callback) for callback in callbacks]
-    for path, option, value in ((MULTIPLIER, "budget", proposal["budget"]), (ALARM, "floor", proposal["floor"])):
-        name = path.rpartition(".")[2]
-        mine = [callback for callback in found if callback["class_path"].rpartition(".")[2] == name]
-        if not mine:
-            mine = [{"class_path": path}]
-            found += mine
-        mine[0]["init_args"] = {**(mine[0].get("init_args") or {}), option: float(f"{value:.3g}")}
+def overlay(callbacks: Any, proposal: dict[str, float]) -> str:
+    """A config that lays the budget and the floor over a run's callbacks.
+
+    The multiplier is added, before all others, unless there is another penalty; the alarm is added behind them. The
+    alarm gets no floor of zero.
+    """
+    listed = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+    found: list[dict[str, Any]] = [{"class_path": c} if isinstance(c, str) else dict(c) for c in listed]
+    names = [callback["class_path"].rpartition(".")[2] for callback in found]
+    penalties = {kind.__name__ for kind in Penalty.__subclasses__()}
+    if not penalties & set(names):
+        found.insert(0, {"class_path": MULTIPLIER})
+    if "StaleWeights" not in names:
+        found.append({"class_path": ALARM})
+    for callback in found:
+        name, given = callback["class_path"].rpartition(".")[2], dict(callback.get("init_args") or {})
+        if name == "LagrangianCallback":
+            callback["init_args"] = {**given, "budget": proposal["budget"]}
+        elif name == "StaleWeights" and proposal["floor"] > 0:
+            callback["init_args"] = {**given, "floor": float(f"{proposal['floor']:.3g}")}
     text = (
         f"# Measured with fixed weights: a mean discrepancy of {proposal['floor']:.3g} "
         f"(95 % interval {proposal['low']:.3g} to {proposal['high']:.3g}).\n"
-        f"# The budget is that and {proposal['slack']:.0%} slack. Comes after the run's own config.\n"
+        f"# The budget is that and {proposal['slack']:.0%} slack. It holds for this model, engine and sampling.\n"
+        "# Comes after the run's own config, whose list of callbacks it repeats; --trainer.callbacks+= goes after it.\n"
     )
     return text + str(yaml.safe_dump({"trainer": {"callbacks": found}}, sort_keys=False))
 
@@ -230,10 +278,9 @@ def figure(calibration: Calibration, report: dict[str, Any]) -> Any:
         axis.bar([f"{row['from']:g} to {row['to']:g}" for row in rows], [row[kind] for row in rows])
         axis.tick_params(axis="x", rotation=30)
         axis.set(xlabel=label, ylabel=f"mean δ ({kind})", title=f"by {label.split(',')[0]}")
-    rows, slope = report["by_prefix"], report["growth"]
+    rows = report["by_prefix"]
     axes[5].loglog([row["tokens"] for row in rows], [row["log_weight"] for row in rows], marker="o")
-    growth = "" if slope is None else f": length^{slope:.2f}"
-    axes[5].set(xlabel="first n tokens", ylabel="RMS of Σ log p_train / p_inf", title=f"log importance weight{growth}")
+    axes[5].set(xlabel="first n tokens", ylabel="RMS of Σ log p_train / p_inf", title="log importance weight")
     return drawn
 
 
@@ -257,6 +304,8 @@ def show(report: dict[str, Any]) -> None:
         whole.add_row(name, *(f"{row[key]:.4g}" if key in row else "" for key in ("mean", "p99", "max")))
     console.print(whole)
     mine = report["proposal"]
+    if mine["high"] - mine["low"] > mine["slack"] * mine["floor"]:
+        print("The floor is known less well than the slack allows for: draw more with --rollouts")
     print(
         f"floor {mine['floor']:.3g} (95 % interval {mine['low']:.3g} to {mine['high']:.3g}), "
         f"budget {mine['budget']:.3g}: the floor and {mine['slack']:.0%} slack (*: what the run charges for)"

@@ -35,6 +35,8 @@ class Tokens:
     """Of the training policy's distributions, in nats. (R,)"""
     lengths: Tensor
     """(B,) int64"""
+    groups: Tensor
+    """Which prompt each response is to: responses to one are alike. (B,) int64"""
 
     def delta(self, kind: DiscrepancyKind) -> Tensor:
         """The discrepancies, (R,)."""
@@ -48,7 +50,7 @@ def describe(tokens: Tokens) -> dict[str, Any]:
     first n tokens, as the root of its mean square over the responses that are as long; ``growth`` the exponent with
     which that rises with n: 0.5 if tokens' gaps are independent of each other, 1 if they all point the same way.
     """
-    mismatch = Mismatch()
+    mismatch = Mismatch(sync_on_compute=False)  # the tokens are those of all ranks
     mismatch.update(tokens.logprobs, tokens.rollout_logprobs)
     delta: dict[str, Tensor] = {kind: tokens.delta(kind) for kind in get_args(DiscrepancyKind)}
     place = positions(tokens.lengths)
@@ -84,15 +86,30 @@ def describe_divergences(divergences: dict[str, Tensor]) -> dict[str, dict[str, 
     }
 
 
-def propose(tokens: Tokens, kind: DiscrepancyKind, slack: float) -> dict[str, float]:
+def propose(tokens: Tokens, kind: DiscrepancyKind, aggregation: str, slack: float) -> dict[str, float]:
     """A budget c for the multiplier: the floor, which is the mean with fixed weights, and some slack.
 
+    Args:
+        tokens: What was measured.
+        kind: The discrepancy.
+        aggregation: Its mean: ``sequence`` or ``token``.
+        slack: As a share of the floor.
+
     Returns:
-        ``floor``, with the ends ``low`` and ``high`` of a 95 % bootstrap interval over the responses, and ``budget``.
+        ``floor``, with the ends ``low`` and ``high`` of a 95 % bootstrap interval over the prompts, and ``budget``.
     """
-    means = segment_mean(tokens.delta(kind), tokens.lengths)[tokens.lengths > 0]
+    delta, answered = tokens.delta(kind), tokens.lengths > 0
+    # The floor as a mean of one number for each prompt, whose responses are no independent draws.
+    if aggregation == "sequence":
+        parts, weights = segment_mean(delta, tokens.lengths), answered.double()
+    else:
+        parts, weights = segment_sum(delta, tokens.lengths), tokens.lengths.double()
+    _, prompts = tokens.groups.unique(return_inverse=True)
+    sums = torch.zeros(int(prompts.max()) + 1, dtype=torch.float64)
+    means = sums.index_add(0, prompts, parts) * (len(sums) / weights.sum())
     floor, (low, high) = float(means.mean()), interval(means)
-    return {"floor": floor, "low": low, "high": high, "slack": slack, "budget": float(f"{floor * (1 + slack):.2g}")}
+    budget = float(f"{floor * (1 + slack):.3g}")
+    return {"floor": floor, "low": low, "high": high, "slack": slack, "budget": budget}
 
 
 def _distribution(delta: Tensor, lengths: Tensor) -> dict[str, float]:

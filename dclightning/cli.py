@@ -47,6 +47,7 @@ class RunTrainer(Trainer):
         model: GRPOModule,
         datamodule: RolloutDataModule,
         ckpt_path: str | None = None,
+        weights_only: bool | None = None,
         rollouts: int = 4,
         slack: float = 0.2,
         positions: int = 256,
@@ -58,22 +59,30 @@ class RunTrainer(Trainer):
             model: The training policy.
             datamodule: The problems and the engine.
             ckpt_path: The checkpoint to take the weights from; by default they are the model's.
+            weights_only: As in ``fit``, whose saved configs have it.
             rollouts: How many are drawn; more measure the floor and the tail better.
             slack: How far the budget is above the floor, as a share of it.
             positions: At how many positions of each rollout whole distributions are compared.
             output: A folder for what is found.
         """
-        return calibrate(self, model, datamodule, ckpt_path, rollouts, slack, positions, output)
+        return calibrate(self, model, datamodule, ckpt_path, weights_only, rollouts, slack, positions, output)
 
-    def doctor(self, model: GRPOModule, datamodule: RolloutDataModule, ckpt_path: str | None = None) -> list[Finding]:
+    def doctor(
+        self,
+        model: GRPOModule,
+        datamodule: RolloutDataModule,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Finding]:
         """Try what a run relies on.
 
         Args:
             model: The training policy.
             datamodule: The problems, the reward and the engine.
             ckpt_path: The checkpoint to take the weights from; by default they are the model's.
+            weights_only: As in ``fit``, whose saved configs have it.
         """
-        return examine(self, model, datamodule, ckpt_path)
+        return examine(self, model, datamodule, ckpt_path, weights_only)
 
 
 class DCLightningCLI(LightningCLI):
@@ -184,7 +193,7 @@ class DCLightningCLI(LightningCLI):
         if not self.trainer.is_global_zero:
             return
         output, config = kwargs["output"], self.config[self.subcommand].as_dict()
-        show(write(calibration, config["trainer"]["callbacks"] or [], output))
+        show(write(calibration, config["trainer"]["callbacks"], output))
         print(f"dclightning fit --config ... --config {output}/budget.yaml")
         print(f"dclightning inspect {output}")
 

@@ -56,7 +56,7 @@ def divergences(train: Tensor, inference: Tensor, top: int = 10) -> dict[str, Te
     Returns:
         By name one number for each position, (N,) float64.
     """
-    log_p, log_q = train.double(), inference.double()
+    log_p, log_q = train.double().log_softmax(-1), inference.double().log_softmax(-1)  # exact to the last digit
     p, q = log_p.exp(), log_q.exp()
     best = [log.topk(min(top, log.shape[-1])).indices for log in (log_p, log_q)]
     same = (best[0][:, :, None] == best[1][:, None, :]).any(-1)

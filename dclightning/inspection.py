@@ -46,7 +46,7 @@ def inspect(
         output: Where the page goes.
         rollout: Which rollout of a run; by default the newest that there is.
         kind: Which discrepancy: probability, ratio or log.
-        limit: How many responses are shown at most: the first.
+        limit: How many responses are shown at most: those with the largest discrepancy of a token.
 
     Raises:
         UserError: If there are no responses, or the page cannot be written.
@@ -109,13 +109,15 @@ def page(
     Args:
         records: The responses.
         kind: Which discrepancy.
-        limit: How many are shown at most: the first.
+        limit: How many are shown at most: those with the largest discrepancy of a token.
         title: What they are.
 
     Raises:
         UserError: If a response's lists do not fit its tokens, or a number is not finite.
     """
-    responses = [_response(record, kind, number) for number, record in enumerate(records[:limit], start=1)]
+    responses = [_response(record, kind, number) for number, record in enumerate(records, start=1)]
+    worst = sorted(range(len(responses)), key=lambda i: -max(responses[i]["discrepancy"], default=0.0))[:limit]
+    responses = [responses[i] for i in sorted(worst)]
     data = json.dumps({"title": title, "kind": kind, "count": len(records), "responses": responses}, allow_nan=False)
     template = (files("dclightning") / "assets" / "inspection.html").read_text(encoding="utf-8")
     # The browser reads the data up to the first "</script>", and "<!--" would have it read on: JSON can do without "<".

@@ -177,6 +177,8 @@ class GRPOModule(L.LightningModule):
         self.loss_scale = LossScale() if precision == "float16" else None
         self.model: Any = None
         self.reference: Any
+        # Not registered as a part of the module: it is neither trained nor saved.
+        self.__dict__["reference"] = None
         self.penalty: Callable[[Tensor], Tensor] | None = None
         """What tokens of the given discrepancies, (R,), are charged. Callbacks set it as a training starts."""
 
@@ -188,10 +190,9 @@ class GRPOModule(L.LightningModule):
             self.model = load_policy(
                 self.model_name, self.trainer.strategy, self.gradient_checkpointing, self.precision
             )
-            if self.reference_kl.coefficient and self.trainer.state.fn == "fit":
-                # Not registered as a part of the module: it is neither trained nor saved.
-                reference = load_policy(self.model_name, self.trainer.strategy, precision=self.precision)
-                self.__dict__["reference"] = reference.requires_grad_(False)
+        if self.reference_kl.coefficient and self.trainer.state.fn == "fit" and self.reference is None:
+            reference = load_policy(self.model_name, self.trainer.strategy, precision=self.precision)
+            self.__dict__["reference"] = reference.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
         """AdamW, and a learning rate that moves once per rollout."""
@@ -229,7 +230,7 @@ class GRPOModule(L.LightningModule):
         """Prepare for scoring, and forget an earlier run's penalty."""
         self._prepare_scoring()
         self.penalty = None
-        if self.reference_kl.coefficient:
+        if self.reference is not None:
             self.reference.to(self.device)
 
     def on_train_start(self) -> None:
@@ -349,10 +350,10 @@ class GRPOModule(L.LightningModule):
                 found = token_logprobs(self.model, batch, rollout.temperature, entropy=True, ranks=True)
             for whole, part in zip(scores, found, strict=True):
                 whole[batch.index] = part
-            if self.reference_kl.coefficient:
+            if self.reference is not None:
                 reference[batch.index] = token_logprobs(self.reference, batch, rollout.temperature).logprobs
         reshard(self.model)
-        if self.reference_kl.coefficient:
+        if self.reference is not None:
             reshard(self.reference)
         return scores, reference
 

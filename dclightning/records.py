@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dclightning.errors import UserError
+from dclightning.ragged import spread
 from dclightning.rollout.types import Rollout
 
 
@@ -44,14 +46,16 @@ def records(rollout: Rollout, scores: Sequence[Tensor], tokenizer: Any, chosen: 
         rollout: With R response tokens.
         scores: What the training policy said of them before the update: a :class:`~dclightning.models.TokenScores`.
         tokenizer: Decodes.
-        chosen: Which responses.
+        chosen: Which responses, in ascending order.
     """
-    rollout, (logprobs, entropy, ranks) = rollout.to("cpu"), (part.cpu() for part in scores)
+    tokens = spread(torch.isin(torch.arange(len(rollout)), torch.tensor(chosen)), rollout.response_lengths.cpu())
+    logprobs, entropy, ranks = (part.cpu()[tokens] for part in scores)
+    rollout = replace(rollout, experts=None).to("cpu").select(list(chosen))
     sequences, lengths = rollout.sequences(), rollout.response_lengths.tolist()
     columns = (logprobs, rollout.rollout_logprobs, entropy)
-    floats = [[[round(x, 6) for x in part.tolist()] for part in column.split(lengths)] for column in columns]
+    floats = [[[float(f"{x:.7g}") for x in part.tolist()] for part in column.split(lengths)] for column in columns]
     whole = [[part.tolist() for part in column.split(lengths)] for column in (ranks, rollout.rollout_ranks)]
-    for i in chosen:
+    for i in range(len(lengths)):
         prompt, response = (ids.tolist() for ids in sequences[i])
         reward = float(rollout.rewards[i])
         yield Record(

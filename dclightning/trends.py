@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-_SMALLEST = 1e-5
+SMALLEST = 1e-5
 """Where ratios are taken, smaller values count as this one: a discrepancy of 1e-7 is a rounding error, not a floor."""
 
 
@@ -62,4 +62,4 @@ class Trend:
 
 
 def _logs(values: Sequence[float]) -> list[float]:
-    return [math.log(max(value, _SMALLEST)) for value in values]
+    return [math.log(max(value, SMALLEST)) for value in values]

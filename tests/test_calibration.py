@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngine
+from dclightning import AdamW, GRPOModule, Overlong, ReferenceKL, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.calibrate import calibrate, contexts, overlay, write
 from dclightning.calibration import Tokens, describe, propose
 from dclightning.callbacks import LagrangianCallback, WeightSync
@@ -32,6 +32,7 @@ def tokens(lengths, seed=0, scale=0.1):
         rollout_logprobs,
         torch.rand(count, generator=generator) * 3,
         torch.tensor(lengths),
+        torch.arange(len(lengths)) // 2,
     )
 
 
@@ -68,17 +69,38 @@ def test_growth_tells_independent_gaps_from_those_that_point_one_way():
     alike = noise[:count].repeat_interleave(256)
     for gaps, slope in ((noise, 0.5), (alike, 1.0)):
         base = torch.full_like(gaps, -1.0)
-        given = Tokens(base + gaps, base, torch.ones_like(base), torch.full((count,), 256))
+        given = Tokens(base + gaps, base, torch.ones_like(base), torch.full((count,), 256), torch.arange(count))
         assert describe(given)["growth"] == pytest.approx(slope, abs=0.05)
 
 
 @few
 @given(lengths, st.floats(0, 1))
-def test_the_budget_is_the_floor_and_the_slack_to_two_digits(lengths, slack):
+def test_the_budget_is_the_floor_and_the_slack_to_three_digits(lengths, slack):
     given = tokens(lengths)
-    found = propose(given, "probability", slack)
-    assert found["floor"] == pytest.approx(describe(given)["discrepancy"]["probability"]["sequence_mean"])
-    assert found["budget"] == pytest.approx(found["floor"] * (1 + slack), rel=0.05)
+    for aggregation in ("sequence", "token"):
+        found = propose(given, "probability", aggregation, slack)
+        assert found["floor"] == pytest.approx(describe(given)["discrepancy"]["probability"][f"{aggregation}_mean"])
+        assert found["budget"] == pytest.approx(found["floor"] * (1 + slack), rel=0.005)
+
+
+def test_responses_to_one_prompt_are_no_independent_draws():
+    """Eight copies of each response say no more than one, and the interval must not be narrower."""
+    one = tokens([5, 9, 3, 7, 8, 4, 6, 2])
+    delta = [
+        part.repeat(8)
+        for response in zip(
+            *(c.split(one.lengths.tolist()) for c in (one.logprobs, one.rollout_logprobs, one.entropy)), strict=True
+        )
+        for part in response
+    ]
+    copies = Tokens(
+        *(torch.cat(delta[i::3]) for i in range(3)),
+        one.lengths.repeat_interleave(8),
+        torch.arange(8).repeat_interleave(8),
+    )
+    alone = Tokens(one.logprobs, one.rollout_logprobs, one.entropy, one.lengths, torch.arange(8))
+    few, many = (propose(some, "probability", "sequence", 0.2) for some in (alone, copies))
+    assert many == pytest.approx(few)
 
 
 def test_divergences_are_torchs_own_and_nothing_for_equal_distributions():
@@ -110,23 +132,35 @@ def test_an_overlay_keeps_what_the_config_says_besides():
     multiplier = {"class_path": "dclightning.callbacks.LagrangianCallback", "init_args": {"initial": 0.3, "budget": 1}}
     other = {"class_path": "mine.Callback"}
     proposal = {"floor": 0.001234, "low": 0.001, "high": 0.0015, "slack": 0.2, "budget": 0.0015}
-    found = yaml.safe_load(overlay([multiplier, other], proposal))["trainer"]["callbacks"]
+    found = callbacks(overlay([multiplier, other], proposal))
     assert found[0]["init_args"] == {"initial": 0.3, "budget": 0.0015}
     assert found[1] == other
     assert found[2] == {"class_path": "dclightning.callbacks.StaleWeights", "init_args": {"floor": 0.00123}}
     assert multiplier["init_args"]["budget"] == 1
-    assert [
-        c["class_path"].rpartition(".")[2] for c in yaml.safe_load(overlay([], proposal))["trainer"]["callbacks"]
-    ] == [
-        "LagrangianCallback",
-        "StaleWeights",
-    ]
 
 
-def parts(engine, callbacks=(), lr=0.0, rollouts=3):
-    module = GRPOModule(TINY, optimizer=AdamW(lr=lr), mini_batches=1)
+def callbacks(text):
+    return yaml.safe_load(text)["trainer"]["callbacks"]
+
+
+def test_an_overlay_is_one_that_fit_takes():
+    proposal = {"floor": 0.001, "low": 0.001, "high": 0.001, "slack": 0.2, "budget": 0.0012}
+
+    def names(given, **changes):
+        return [c["class_path"].rpartition(".")[2] for c in callbacks(overlay(given, proposal | changes))]
+
+    guard = {"class_path": "dclightning.callbacks.CollapseGuard"}
+    fixed = {"class_path": "dclightning.callbacks.FixedPenalty", "init_args": {"multiplier": 0.1}}
+    assert names(None) == names([]) == ["LagrangianCallback", "StaleWeights"]
+    assert names(guard) == names([guard]) == ["LagrangianCallback", "CollapseGuard", "StaleWeights"]
+    assert names([fixed]) == ["FixedPenalty", "StaleWeights"]
+    assert "init_args" not in callbacks(overlay([fixed], proposal | {"floor": 0.0}))[1]
+
+
+def parts(engine, others=(), lr=0.0, rollouts=3, max_tokens=48, **options):
+    module = GRPOModule(TINY, optimizer=AdamW(lr=lr), mini_batches=1, **options)
     data = RolloutDataModule(
-        "dclightning/arithmetic-train", engine, prompts_per_step=8, sampling=Sampling(max_tokens=48)
+        "dclightning/arithmetic-train", engine, prompts_per_step=8, sampling=Sampling(max_tokens=max_tokens)
     )
     trainer = L.Trainer(
         accelerator="cpu",
@@ -137,7 +171,7 @@ def parts(engine, callbacks=(), lr=0.0, rollouts=3):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[WeightSync(), *callbacks],
+        callbacks=[WeightSync(), *others],
     )
     return trainer, module, data
 
@@ -163,8 +197,7 @@ def test_a_calibrated_run_keeps_its_multiplier_and_one_below_the_floor_does_not(
     again = calibrate(*parts(engine), rollouts=2, slack=0.25, positions=32)
     assert again.report() == report  # measured with fixed weights and one seed
 
-    callbacks = yaml.safe_load((tmp_path / "budget.yaml").read_text())["trainer"]["callbacks"]
-    budget = callbacks[0]["init_args"]["budget"]
+    budget = callbacks((tmp_path / "budget.yaml").read_text())[0]["init_args"]["budget"]
     for c, low, high in ((budget, 0.48, 0.505), (budget / 5, 0.515, 1.0)):
         multiplier = LagrangianCallback(initial=0.5, lr=10.0, budget=c)
         trainer, module, data = parts(engine, [multiplier])
@@ -176,3 +209,21 @@ def test_a_calibrated_run_keeps_its_multiplier_and_one_below_the_floor_does_not(
 def test_nothing_to_measure_is_said(engine):
     with pytest.raises(UserError, match="rollouts=0: must be at least 1"):
         calibrate(*parts(engine), rollouts=0)
+
+
+@pytest.mark.slow
+def test_what_the_run_leaves_out_is_left_out_and_nothing_is_left_changed(engine):
+    trainer, module, data = parts(engine, max_tokens=36, overlong=Overlong(mask=True), reference_kl=ReferenceKL(0.1))
+    calibration = calibrate(trainer, module, data, rollouts=1, positions=4)
+    assert 0 < len(calibration.tokens.lengths) < 64
+    assert int(calibration.tokens.lengths.max()) < 36
+    assert (data.step, trainer.limit_predict_batches) == (0, 1.0)
+    trainer.fit(module, data)  # with the reference, which measuring does without
+    assert data.step == 3
+
+
+@pytest.mark.slow
+def test_the_token_mean_is_measured_for_a_multiplier_that_looks_at_it(engine):
+    calibration = calibrate(*parts(engine, [LagrangianCallback(aggregation="token")]), rollouts=1, positions=4)
+    report = calibration.report()
+    assert report["proposal"]["floor"] == pytest.approx(report["discrepancy"]["probability"]["token_mean"])

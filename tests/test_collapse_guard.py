@@ -315,7 +315,7 @@ def test_rollback_puts_the_run_back_to_the_good_checkpoint(tmp_path, caplog, syn
     assert first.startswith("Rollout 14: the entropy")
     assert rolled.startswith("Rollback 1 of at most 3, to ")
     assert rolled.endswith("step=18.ckpt")
-    assert price == f"The multiplier is raised from {multiplier:g} to {raised:g}"
+    assert price == f"The multiplier was {multiplier:g} there, and is now {raised:g}"
     saved = torch.load(tmp_path / "checkpoints" / "step=18.ckpt", weights_only=True)
     assert same({f"model.{name}": weight for name, weight in watch.weights[14].items()}, saved["state_dict"])
     assert same(watch.weights[14], watch.weights[8])
@@ -343,8 +343,10 @@ def test_what_a_rollback_left_behind_is_not_gone_back_to(tmp_path):
 def test_it_stops_when_going_back_does_not_help_or_is_not_possible(tmp_path):
     with pytest.raises(RunStoppedError, match=r"max_rollbacks=1: rollout 14: the entropy"):
         fit(tmp_path / "again", [Spoil(9, 12), guard("rollback", max_rollbacks=1)])
-    with pytest.raises(RunStoppedError, match=r"rollout 14: .*; no good checkpoint is left; keep more of them"):
+    with pytest.raises(RunStoppedError, match=r"rollout 14: .*; no good checkpoint is left: keep more"):
         fit(tmp_path / "none", [Spoil(12), guard("rollback")], count=15, keep=1, save=1)
+    with pytest.raises(RunStoppedError, match=r"rollout 14: .*; there is no checkpoint yet: save more often"):
+        fit(tmp_path / "never", [Spoil(12), guard("rollback")], count=16, save=100)
     assert (tmp_path / "none" / "checkpoints" / "last.ckpt").exists()
 
 

@@ -215,3 +215,55 @@ def run_two_ranks(tmp_path, where, limit):
         env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True,
     )  # fmt: skip
     return done.stdout
+
+
+MEASURE = """
+import sys
+import lightning as L
+import torch
+from torch.distributed.tensor import DTensor
+from dclightning import GRPOModule, ParallelStrategy, RolloutDataModule, Sampling, TransformersEngine
+from dclightning.calibrate import calibrate, write
+from dclightning.callbacks import WeightSync
+from dclightning.examination import examine
+from dclightning.inspection import find
+from pathlib import Path
+
+tensor_parallel_size, out = int(sys.argv[1]), Path(sys.argv[2])
+torch.set_num_threads(1)
+module = GRPOModule("dclightning/tiny-arithmetic", mini_batches=1)
+data = RolloutDataModule(
+    "dclightning/arithmetic-train", TransformersEngine(), prompts_per_step=4, sampling=Sampling(max_tokens=20)
+)
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, strategy=ParallelStrategy(tensor_parallel_size=tensor_parallel_size), logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[WeightSync()],
+    use_distributed_sampler=False,
+)
+calibration = calibrate(trainer, module, data, rollouts=1, positions=16, output=out)
+sharded = all(isinstance(p, DTensor) for p in module.model.parameters())
+findings = examine(trainer, module, data)
+if trainer.is_global_zero:
+    write(calibration, [], out)
+    assert find(out) == out / "responses.jsonl"
+torch.save({"report": calibration.report(), "sharded": sharded, "findings": [(f.check, f.state) for f in findings]},
+           out / f"{trainer.global_rank}.pt")
+"""
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_calibrate_and_doctor_on_two_ranks(tmp_path, tensor_parallel_size):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    (tmp_path / "measure.py").write_text(MEASURE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "measure.py"), str(tensor_parallel_size), str(tmp_path)]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=300)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first["report"] == second["report"]
+    assert first["report"]["responses"] == 32
+    assert first["report"]["divergences"]["kl"]["max"] < 1e-6  # both policies compute in FP32
+    assert first["report"]["divergences"]["top1_agreement"]["mean"] == 1
+    assert first["sharded"] or tensor_parallel_size > 1  # which leaves norms whole
+    assert {state for _, state in first["findings"] + second["findings"]} == {"ok"}

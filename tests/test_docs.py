@@ -11,6 +11,7 @@ import pytest
 
 from dclightning.report import read_scalars
 from dclightning.rewards.equality import Conventions
+from tests.test_readme import SUBSTITUTES
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "method.md").read_text(), flags=re.DOTALL)
@@ -38,6 +39,20 @@ def test_a_loss_and_a_correction_of_ones_own(tmp_path):
     config = (tmp_path / "runs" / "quickstart" / "version_0" / "config.yaml").read_text()
     assert "mine.Reinforce" in config
     assert "mine.LikelyOnly" in config
+
+
+@pytest.mark.slow
+def test_a_calibration_from_python_as_printed(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "precision.md").read_text(), flags=re.DOTALL)
+    (parts,) = re.findall(r"```python\n(.*?)trainer.fit", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    for printed, smaller in SUBSTITUTES.items():
+        parts = parts.replace(printed, smaller)
+    code = f"from pathlib import Path\nfrom dclightning import Sampling\n{parts}\n{code}"
+    code = code.replace("rollouts=4", "rollouts=1, positions=8")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "'budget': 0.00" in done.stdout
+    assert (tmp_path / "calibration" / "budget.yaml").exists()
 
 
 def rewards_blocks(language):

@@ -115,4 +115,4 @@ def test_a_prompt_without_the_problem_and_a_reward_that_tells_nothing_apart_are_
     findings = examined(engine, reward=nothing_matters, prompt_template="{problem}", system_prompt=None)
     assert wrong(findings) == {}
     (finding,) = [finding for finding in findings if finding.state == "warning"]
-    assert finding.found == "the gold answer is worth more than nothing for 0 of 32 problems"
+    assert finding.found.startswith("the gold answer is worth more than nothing for 0 of 32 problems; all get the same")

@@ -10,6 +10,7 @@ from dclightning.loss_scale import LossScale
 from dclightning.models import load_policy, token_logprobs
 from dclightning.packing import pack
 from tests.helpers import TINY, GivenRollouts, nearly_on_policy, random_rollout, train
+from tests.test_models import FAMILIES, saved
 
 LENGTHS = [9, 12, 3, 7]
 
@@ -29,6 +30,23 @@ def test_log_probs_are_those_of_a_model_in_16_bits_and_parameters_stay_fp32(roll
     gap = (exact - coarse).abs()
     assert 1e-5 < gap.mean() < {"bfloat16": 0.1, "float16": 0.01}[precision]
     assert {parameter.dtype for parameter in policies[1].parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_experts_compute_in_16_bits_too(tmp_path, monkeypatch, precision):
+    policy = load_policy(saved(tmp_path, FAMILIES["qwen3-moe"]()), precision=precision)
+    experts = [module for name, module in policy.named_modules() if name.endswith("experts")]
+    linear, inside = torch.nn.functional.linear, []
+
+    def spy(x, weight, bias=None):
+        found = linear(x, weight, bias)
+        inside.append((any(weight.data_ptr() >= p.data_ptr() for e in experts for p in e.parameters()), found.dtype))
+        return found
+
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    token_logprobs(policy, pack(random_rollout(LENGTHS), [0, 1, 2, 3]), 1.0)
+    assert experts
+    assert {dtype for _, dtype in inside} == {getattr(torch, precision)}
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

@@ -117,6 +117,15 @@ def test_every_format_is_odd_keeps_zeros_and_does_not_mind_powers_of_two(name, s
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@given(seed=seeds)
+def test_what_a_token_is_rounded_to_does_not_depend_on_the_others(name, seed):
+    rounding = FORMATS[name][1]
+    if rounding is not None:
+        tokens = random((3, 64), seed)
+        assert torch.equal(rounding(torch.cat([tokens, 1000 * tokens]))[:3], rounding(tokens))
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_zeros_stay_zeros_and_stacked_matrices_are_rounded_each_by_itself(name):
     rounding = FORMATS[name][0]
     assert torch.equal(rounding(torch.zeros(3, 40)), torch.zeros(3, 40))

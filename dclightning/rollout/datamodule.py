@@ -235,8 +235,8 @@ class RolloutDataModule(L.LightningDataModule):
         ).tolist()
         chosen = order[index * self.prompts_per_step : (index + 1) * self.prompts_per_step]
         share = len(chosen) // self._replicas
-        problems = [self.training_problems[i] for i in chosen[self._rank * share : (self._rank + 1) * share]]
-        seed = derive_seed(self.seed, "rollout", self.step, self._rank)
+        problems = [self.training_problems[i] for i in chosen[self.rank * share : (self.rank + 1) * share]]
+        seed = derive_seed(self.seed, "rollout", self.step, self.rank)
         stopped: RunStoppedError | None = None
         try:
             rollout = self.draw(problems, self.sampling, self.group_size, seed)
@@ -268,7 +268,7 @@ class RolloutDataModule(L.LightningDataModule):
             alike = (~differ).nonzero().flatten().tolist()
             if not alike or attempt == self.dynamic_sampling:
                 break
-            seed = derive_seed(self.seed, "redraw", self.step, attempt, self._rank)
+            seed = derive_seed(self.seed, "redraw", self.step, attempt, self.rank)
             picks = random.Random(seed).sample(others, k=len(alike))
             fresh = self.draw([self.training_problems[i] for i in picks], self.sampling, size, seed)
             groups = list(range(len(differ)))
@@ -345,7 +345,7 @@ class RolloutDataModule(L.LightningDataModule):
             raise SIGTERMException
 
     def _benchmark_loader(self, name: str, policy: str) -> "RolloutLoader":
-        mine, samples = self.benchmarks[name][self._rank :: self._replicas], self.samples[name]
+        mine, samples = self.benchmarks[name][self.rank :: self._replicas], self.samples[name]
         size = max(1, self.prompts_per_step * self.group_size // self._replicas // samples)
         # As many on each rank, if with nothing in them: ranks meet in between.
         most = -(-len(self.benchmarks[name]) // self._replicas)
@@ -356,7 +356,7 @@ class RolloutDataModule(L.LightningDataModule):
             engine: Any = self.engine if policy == "deployed" else self.training_engine
             for i, chunk in enumerate(chunks):
                 # The same seed each time: two evaluations differ by the policy, not by luck.
-                seed = derive_seed(self.seed, "validation", name, i, self._rank)
+                seed = derive_seed(self.seed, "validation", name, i, self.rank)
                 prompts, sampling = [self.encode(problem) for problem in chunk], self.validation_sampling
                 try:
                     if chunk and self._validation_stopped is None:
@@ -401,7 +401,8 @@ class RolloutDataModule(L.LightningDataModule):
         return self._sampler.get("num_replicas", 1)
 
     @property
-    def _rank(self) -> int:
+    def rank(self) -> int:
+        """This one among those that have data of their own."""
         return self._sampler.get("rank", 0)
 
     @property

@@ -25,13 +25,14 @@ class Rounding:
     Args:
         element: The format of each scaled number: ``e4m3`` (FP8), ``e2m1`` (FP4), ``int8`` or ``int4``.
         group: Rows and columns that share a scale; 0 for all of them.
-        scale: The format of the scales: ``float32``; ``e8m0``, powers of two (OCP microscaling); or ``e4m3`` times one
-            float32 for the whole tensor (NVFP4).
+        scale: The format of the scales: ``float32``; ``e8m0``, powers of two (OCP microscaling); ``e4m3`` times one
+            float32 for the whole tensor (NVFP4's weights), or ``e4m3_by_row``, for each row (its activations: what one
+            token is rounded to must not depend on the others).
     """
 
     element: Literal["e4m3", "e2m1", "int8", "int4"]
     group: tuple[int, int]
-    scale: Literal["float32", "e8m0", "e4m3"] = "float32"
+    scale: Literal["float32", "e8m0", "e4m3", "e4m3_by_row"] = "float32"
 
     def __call__(self, values: Tensor) -> Tensor:
         """The values after rounding: same shape and dtype. (rows, columns); further leading dimensions are stacked."""
@@ -50,8 +51,9 @@ class Rounding:
         if self.scale == "e8m0":  # OCP: the exponent of the largest number less that of the format's largest
             exponents = torch.frexp(largest)[1] - torch.frexp(torch.tensor(LARGEST[self.element]))[1]
             return torch.ldexp(torch.ones_like(largest), exponents.clamp(-127, 127))
-        if self.scale == "e4m3":
-            whole = (largest.amax() / (LARGEST[self.element] * LARGEST["e4m3"])).clamp_min(torch.finfo().tiny)
+        if self.scale in ("e4m3", "e4m3_by_row"):
+            whole = largest.amax() if self.scale == "e4m3" else largest.amax(2, keepdim=True)
+            whole = (whole / (LARGEST[self.element] * LARGEST["e4m3"])).clamp_min(torch.finfo().tiny)
             return nearest(scales / whole, "e4m3") * whole
         return scales
 
@@ -83,6 +85,6 @@ FORMATS: dict[str, tuple[Rounding, Rounding | None]] = {
     "int8": (Rounding("int8", ROW), Rounding("int8", ROW)),
     "int4": (Rounding("int4", (1, 128)), None),
     "mxfp4": (Rounding("e2m1", (1, 32), "e8m0"), None),
-    "nvfp4": (Rounding("e2m1", (1, 16), "e4m3"), Rounding("e2m1", (1, 16), "e4m3")),
+    "nvfp4": (Rounding("e2m1", (1, 16), "e4m3"), Rounding("e2m1", (1, 16), "e4m3_by_row")),
 }
 """By name how weights, (outputs, inputs), and activations, (tokens, inputs), are rounded; None: not at all."""

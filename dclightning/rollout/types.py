@@ -56,8 +56,10 @@ def gathered_experts(completions: list[Completion]) -> Tensor | None:
     """The experts of all tokens of some sequences, -1 for each one's last; None if the engine does not tell them."""
     parts = [completion.experts for completion in completions]
     known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    if not known:
         return None
+    if len(known) < len(parts):
+        raise RuntimeError(f"{len(parts) - len(known)} of {len(parts)} responses have no experts, the others do")
     return torch.cat([torch.cat([part, part.new_full((1, *part.shape[1:]), -1)]) for part in known])
 
 

@@ -38,7 +38,8 @@ class VLLMEngine:
         simulate: Whether to compute in ``dtype`` with rounded numbers, instead of with the format's own kernels:
             ``auto`` does so where vLLM has none for the device and the model.
         simulate_activations: Whether a simulation also rounds activations, if the format does.
-        dtype: Of all that is not quantised: ``auto`` (as the model says), ``float32``, ``bfloat16`` or ``float16``.
+        dtype: Of all that is not quantised: ``float32``, ``bfloat16``, ``float16``, or ``auto``: as the model says, and
+            16 bits if it says ``float32``.
         kv_cache_dtype: Of keys and values: ``auto`` (as ``dtype``), or on a GPU what vLLM has, such as ``fp8``.
         kv_cache_gib: Memory of the KV cache. By default 1 GiB on a CPU, and what ``gpu_memory_utilization`` leaves on a
             GPU.
@@ -182,15 +183,17 @@ class VLLMEngine:
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """The names of vLLM's weights that are not the given ones; of quantised and repacked ones it cannot tell."""
-        ((held, fused),) = self._llm.apply_model(_checksums)
         dtype = self._llm.llm_engine.model_config.dtype
+        ((held, fused),) = self._llm.apply_model(partial(_checksums, dtype=dtype))
         sent = {name: _checksum(weight.to(dtype)) for name, weight in weights}
-        differing = []
+        differing, compared = [], 0
         for name, checksum in held.items():
             module = name.split(".")[-2]
             parts = [name.replace(f".{module}.", f".{part}.") for part in fused.get(module, [module])]
-            if all(part in sent for part in parts) and checksum != sum(sent[part] for part in parts):
-                differing.append(name)
+            if all(part in sent for part in parts):
+                compared += 1
+                differing += [name] if checksum != sum(sent[part] for part in parts) else []
+        log.log(logging.DEBUG if compared else logging.WARNING, "%d of vLLM's weights can be compared", compared)
         return differing
 
     def close(self) -> None:
@@ -268,8 +271,7 @@ class VLLMEngine:
             return f"vLLM has no CPU kernel for it, only for {', '.join(ONLINE_ON_CPU)}"
         if cpu and has_experts(config):
             return "vLLM has no CPU kernel for quantised experts"
-        dtype = str(config.get_text_config().dtype) if self.dtype == "auto" else self.dtype
-        if dtype.removeprefix("torch.") == "float32":
+        if self.dtype == "float32":
             return "vLLM quantises with dtype bfloat16 or float16 only"
         return None
 
@@ -291,14 +293,16 @@ def _random_state_kept() -> Any:
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
-def _checksums(model: nn.Module) -> tuple[dict[str, int], dict[str, list[str]]]:
+def _checksums(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, list[str]]]:
     """Of each weight that is as it was loaded, and which modules are several of the checkpoint's in one."""
+    from dclightning.rollout.simulated import SimulatedExperts, SimulatedLinear
+
     held = {}
     for path, module in model.named_modules():
-        if not type(getattr(module, "quant_method", None)).__name__.startswith("Simulated"):
+        if not isinstance(getattr(module, "quant_method", None), SimulatedLinear | SimulatedExperts):
             for name, weight in module.named_parameters(recurse=False):
                 if weight.numel() and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
-                    held[f"{path}.{name}"] = _checksum(weight)
+                    held[f"{path}.{name}"] = _checksum(weight.to(dtype))  # some stay FP32 in an engine of 16 bits
     return held, getattr(model, "packed_modules_mapping", {})
 
 
