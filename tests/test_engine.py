@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dclightning import Sampling, VLLMEngine
 from dclightning.discrepancy import divergences
@@ -313,13 +314,36 @@ def test_quantised_experts_and_their_choices_are_refused_on_a_cpu(tmp_path):
         VLLMEngine(routing_replay=True).start(path, 64)
 
 
-def test_a_model_that_is_quantised_already_is_refused(tmp_path):
-    path = saved(tmp_path, FAMILIES["qwen3"]())
-    config = json.loads((Path(path) / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors"}
-    (Path(path) / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="is quantised already"):
-        VLLMEngine().start(path, 64)
+def test_a_model_that_is_quantised_already_can_be_sampled_from_but_not_trained(tmp_path):
+    path = Path(saved(tmp_path, FAMILIES["qwen3"]()))
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in weights if "proj" in name]:
+        scale = weights[name].float().abs().amax(1, keepdim=True) / 127
+        weights[name.replace("weight", "weight_scale")] = scale
+        weights[name] = (weights[name] / scale).round().to(torch.int8)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight_bits, "strategy": "channel"},
+        "input_activations": {**eight_bits, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    engine = VLLMEngine(kv_cache_gib=0.0625, dtype="bfloat16")
+    engine.start(str(path), 64)
+    try:
+        assert len(engine.generate(PROMPTS, Sampling(max_tokens=4), 1, 0)) == 3
+        with pytest.raises(UserError, match="is quantised already"):
+            engine.load_weights(iter(()), 1)
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(

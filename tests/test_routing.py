@@ -1,4 +1,7 @@
+"""Routing replay: the trainer on experts that are given to it."""
+
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,8 +30,9 @@ from transformers import (
 from dclightning.errors import UserError
 from dclightning.models import load_policy, token_logprobs
 from dclightning.packing import pack
+from dclightning.rollout.types import Completion, gathered_experts
 from dclightning.routing import agreement, check_replay, recorded, replayed, routers
-from tests.helpers import random_rollout
+from tests.helpers import random_rollout, train
 
 EXPERTS, K, LAYERS, DENSE = 8, 2, 3, 1
 SMALL = {
@@ -277,3 +281,49 @@ def test_agreement_counts_choices_in_any_order_where_both_are_known():
     given = torch.tensor([[[1, 0], [0, 0]], [[3, 7], [0, 0]], [[-1, -1], [0, 0]]])
     assert agreement(own, given).tolist() == [[True, True], [True, False]]
     assert agreement(own, own).all()
+
+
+# Through rollouts and the module
+
+
+def with_own_experts(policy, rollout):
+    """The rollout as an engine with the policy's own routers would have given it, from one response at a time."""
+    completions = []
+    for i, (prompt, response) in enumerate(rollout.sequences()):
+        batch = pack(rollout, [i])
+        with torch.no_grad(), recorded(policy, batch.input_ids.shape[1]) as own:
+            token_logprobs(policy, batch, rollout.temperature)
+        assert len(own) == len(prompt) + len(response) - 1
+        completions.append(Completion(response.tolist(), [], "stop", experts=own.to(torch.int16)))
+    return replace(rollout, experts=gathered_experts(completions))
+
+
+def test_a_rollout_with_the_policys_own_experts_trains_as_one_without(path):
+    plain, _ = train([ROLLOUT], model=path, mini_batches=2, micro_batch_tokens=30)
+    rollout = with_own_experts(load_policy(path), ROLLOUT)
+    replayed_, recorder = train([rollout], model=path, mini_batches=2, micro_batch_tokens=30)
+    assert recorder.metrics[0]["train/routing_agreement"] == 1
+    for (name, a), b in zip(plain.named_parameters(), replayed_.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_rollout_with_other_experts_trains_on_those(path):
+    rollout = with_own_experts(load_policy(path), ROLLOUT)
+    other = torch.where(rollout.experts >= 0, (rollout.experts + 1) % EXPERTS, rollout.experts)
+    other[:, DENSE] = rollout.experts[:, DENSE]
+    (plain, _), (moved, recorder) = (train([some], model=path) for some in (rollout, replace(rollout, experts=other)))
+    assert recorder.metrics[0]["train/routing_agreement"] < 1
+    assert not all(torch.equal(a, b) for a, b in zip(plain.parameters(), moved.parameters(), strict=True))
+
+
+def test_experts_stay_with_their_sequences(path):
+    rollout = with_own_experts(load_policy(path), ROLLOUT)
+    lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
+    parts = rollout.experts.split(lengths)
+    assert all((part[-1] == -1).all() for part in parts)
+    assert torch.equal(rollout.select([2, 3]).experts, torch.cat(parts[2:]))
+    assert torch.equal((rollout + rollout.select([0, 1])).experts, torch.cat([*parts, *parts[:2]]))
+    told = Completion([1], [-0.1], "stop", experts=torch.zeros(3, LAYERS, K, dtype=torch.int16))
+    with pytest.raises(RuntimeError, match="1 of 2 responses have no experts"):
+        gathered_experts([told, Completion([1], [-0.1], "stop")])
+    assert gathered_experts([Completion([1], [-0.1], "stop")]) is None

@@ -86,6 +86,7 @@ class VLLMEngine:
         self.version = 0
         self._llm: Any = None
         self._owns_process_group = False
+        self._takes_weights = True
 
     def start(self, model: str, max_length: int) -> None:
         """Load the model unless that is done; see :class:`~dclightning.rollout.engine.RolloutEngine`."""
@@ -175,6 +176,9 @@ class VLLMEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; quantised ones are quantised anew, exactly as when they are loaded from a file."""
+        if not self._takes_weights:
+            name = self._llm.llm_engine.model_config.model
+            raise UserError(f"model={name!r}: is quantised already; train the model that it was made from")
         dtype = self._llm.llm_engine.model_config.dtype
         rounded = ((name, weight.to(dtype)) for name, weight in weights)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rounded})
@@ -222,8 +226,7 @@ class VLLMEngine:
                 f"engine kv_cache_dtype={self.kv_cache_dtype!r}: on a CPU it must be auto; vLLM has no kernels for it, "
                 "or computes garbage"
             )
-        if getattr(config, "quantization_config", None) is not None:
-            raise UserError(f"model={model!r}: is quantised already; take the model that it was made from")
+        self._takes_weights = getattr(config, "quantization_config", None) is None
         if self.routing_replay and not has_experts(config):
             raise UserError(f"engine routing_replay=true: model={model!r} has no experts")
         if self.routing_replay and cpu:
