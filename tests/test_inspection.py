@@ -76,10 +76,12 @@ def test_no_text_ends_the_data():
     assert embedded(html)["responses"][3]["tokens"] == HOSTILE
 
 
-def test_the_first_responses_are_shown(file, tmp_path):
-    main(["inspect", str(file), "--output", str(tmp_path / "page.html"), "--limit", "1"])
+def test_the_worst_responses_are_shown_in_their_order(file, tmp_path):
+    largest = [max(response["discrepancy"], default=0.0) for response in embedded(page(RECORDS))["responses"]]
+    worst = sorted(sorted(range(4), key=lambda i: -largest[i])[:2])
+    main(["inspect", str(file), "--output", str(tmp_path / "page.html"), "--limit", "2"])
     data = embedded((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert [response["tokens"] for response in data["responses"]] == [RECORDS[0].tokens]
+    assert [response["tokens"] for response in data["responses"]] == [RECORDS[i].tokens for i in worst]
     assert data["count"] == 4
 
 
