@@ -43,13 +43,13 @@ class Completion:
     """Log-probability of each of them under the inference policy, at the sampling temperature."""
     finish_reason: Literal["stop", "length"]
     """``length`` if the response was cut off."""
+    text: str = ""
+    """The decoded response, for rewards and for people; training never sees it."""
     ranks: list[int] = field(default_factory=list)
     """How many tokens were likelier under the inference policy, and 1, for each of them; empty if it does not tell."""
     experts: Tensor | None = None
     """The experts that the engine chose for each token of prompt and response but the last, in each layer.
     (tokens, layers, k) int16"""
-    text: str = ""
-    """The decoded response, for rewards and for people; training never sees it."""
 
 
 def gathered_experts(completions: list[Completion]) -> Tensor | None:

@@ -1,0 +1,123 @@
+"""DC-GRPO in a plain Fabric loop, without the Trainer: ``python examples/fabric_loop.py --rollouts 20``."""
+
+import argparse
+import random
+from contextlib import closing
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+from dclightning import MathReward, PPOClip, Rollout, Sampling, VLLMEngine
+from dclightning.advantages import advantages
+from dclightning.data.problems import Problem, load_problems
+from dclightning.discrepancy import discrepancy, sequence_mean
+from dclightning.lagrangian import dual_ascent, penalized_advantages
+from dclightning.models import load_policy, load_tokenizer, named_weights, resolve_model, token_logprobs
+from dclightning.packing import Pack, micro_batches, pack
+from dclightning.policy_loss import token_weights
+from dclightning.ragged import spread
+from dclightning.rewards.scoring import Scorer
+from dclightning.rollout.responses import encode_prompt, respond
+from dclightning.seeds import derive_seed
+from dclightning.strategies import data_parallel_gather
+
+MODEL, PROBLEMS, GROUP_SIZE, SAMPLING = "dclightning/tiny-arithmetic", "dclightning/arithmetic-train", 8, Sampling(64)
+LR, MAX_NORM, MINI_BATCHES, MICRO_BATCH_TOKENS, CLIP = 2e-4, 1.0, 2, 4096, PPOClip()
+INITIAL, DUAL_LR, BUDGET, BOUNDS = 0.5, 300.0, 0.0012, (0.0, 1.0)  # the quickstart's
+
+
+def draw(engine: Any, tokenizer: Any, problems: list[Problem], scorer: Scorer, seed: int) -> Rollout:
+    """Sample a group of responses to each problem, and score them."""
+    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
+    completions, scores = respond(engine, tokenizer, problems, prompts, scorer, SAMPLING, GROUP_SIZE, seed)
+    prompts = [ids for ids in prompts for _ in range(GROUP_SIZE)]
+    return Rollout(
+        token_ids=torch.tensor([t for ids, c in zip(prompts, completions, strict=True) for t in (*ids, *c.token_ids)]),
+        prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
+        response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
+        rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
+        rollout_ranks=torch.tensor([rank for c in completions for rank in c.ranks]),
+        rewards=scores.total, truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
+        group_size=GROUP_SIZE, temperature=SAMPLING.temperature, max_tokens=SAMPLING.max_tokens,
+        weight_version=engine.version,
+    )  # fmt: skip
+
+
+def plan(fabric: Fabric, rollout: Rollout) -> list[list[Pack]]:
+    """For each optimizer step its micro-batches, as many on every rank."""
+    steps = []
+    for mini in torch.arange(len(rollout)).chunk(MINI_BATCHES):
+        lengths = (rollout.prompt_lengths + rollout.response_lengths)[mini].tolist()
+        count = fabric.all_reduce(torch.tensor(len(micro_batches(lengths, MICRO_BATCH_TOKENS))), reduce_op="max")
+        chosen = micro_batches(lengths, MICRO_BATCH_TOKENS, int(count))
+        steps.append([pack(rollout, mini[sequences].tolist()) for sequences in chosen])
+    return steps
+
+
+def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplier: float) -> dict[str, Any]:
+    """Learn from a rollout: losses and gradient norms of the optimizer steps, mean discrepancy, next multiplier."""
+    steps, old = plan(fabric, rollout), torch.empty_like(rollout.rollout_logprobs)
+    with torch.no_grad():
+        for batch in (batch for batches in steps for batch in batches):
+            old[batch.index] = token_logprobs(model, batch, rollout.temperature).logprobs
+    delta, lengths = discrepancy(old, rollout.rollout_logprobs), rollout.response_lengths
+    of_tokens = spread(advantages(rollout.rewards, rollout.group_size), lengths)
+    penalized = penalized_advantages(of_tokens, multiplier * delta)
+    losses, norms = [], []
+    for batches in steps:
+        counts = [[len(b.index), (b.response_lengths > 0).sum(), (penalized[b.index] != 0).sum()] for b in batches]
+        tokens, responses, active = fabric.all_reduce(torch.tensor(counts).sum(0), reduce_op="sum")
+        losses.append(torch.zeros(()))
+        for batch in batches if active else []:  # without a gradient even the momenta stay
+            logprobs = token_logprobs(model, batch, rollout.temperature).logprobs
+            given = (values[batch.index] for values in (old, rollout.rollout_logprobs, penalized))
+            objective, _ = CLIP(logprobs, *given, batch.response_lengths)
+            keep = torch.ones_like(objective, dtype=torch.bool)
+            loss = -(token_weights(batch.response_lengths, keep, tokens, responses, "token") * objective).sum()
+            fabric.backward(loss * fabric.world_size)  # gradients are averaged over ranks, the loss is a sum
+            losses[-1] += loss.detach()
+        fabric.all_reduce(losses[-1], reduce_op="sum")
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+    mean = sequence_mean(*(data_parallel_gather(fabric.strategy, values) for values in (delta, lengths))).item()
+    multiplier = dual_ascent(multiplier, mean, BUDGET, DUAL_LR, BOUNDS)
+    return {"losses": losses, "norms": norms, "discrepancy": mean, "multiplier": multiplier}
+
+
+def set_up(fabric: Fabric) -> tuple[Any, Any]:
+    """The policy and its optimizer."""
+    policy = load_policy(MODEL)
+    adamw = torch.optim.AdamW(policy.parameters(), LR, betas=(0.9, 0.95), eps=1e-15, weight_decay=0.0)
+    model, optimizer = fabric.setup(policy, adamw)
+    model.mark_forward_method("token_logprobs")
+    return model, optimizer
+
+
+def main() -> None:
+    """Teach the bundled model arithmetic."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in {"rollouts": 20, "prompts": 32, "devices": 1, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args, multiplier = parser.parse_args(), INITIAL
+    fabric = Fabric(accelerator="cpu", devices=args.devices, strategy="ddp" if args.devices > 1 else "auto")
+    fabric.launch()
+    model, optimizer = set_up(fabric)
+    tokenizer, problems = load_tokenizer(MODEL), load_problems(PROBLEMS)
+    engine = VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)
+    with closing(engine), closing(Scorer({"math": MathReward()})) as scorer:
+        engine.start(resolve_model(MODEL), model.config.max_position_embeddings)
+        for number in range(args.rollouts):
+            chosen = random.Random(derive_seed(args.seed, "problems", number)).sample(problems, args.prompts)
+            seed = derive_seed(args.seed, "rollout", number, fabric.global_rank)
+            rollout = draw(engine, tokenizer, chosen[fabric.global_rank :: fabric.world_size], scorer, seed)
+            result = step(fabric, model, optimizer, rollout, multiplier)
+            engine.load_weights(named_weights(model.module), number + 1)
+            reward = data_parallel_gather(fabric.strategy, rollout.rewards).nanmean()
+            fabric.print(f"{number}: reward {reward:.3f}, δ̄ {result['discrepancy']:.6f}, λ {multiplier:.3f}")
+            multiplier = result["multiplier"]
+
+
+if __name__ == "__main__":
+    main()
