@@ -23,7 +23,7 @@ from dclightning.attention import PACKED, lanes
 from dclightning.errors import UserError
 from dclightning.hub import hub_answers
 from dclightning.packing import Pack
-from dclightning.strategies import ParallelStrategy
+from dclightning.strategies import EXPERT_COUNTS, ParallelStrategy, check_layout
 
 LOGITS_IN_A_CHUNK = 2**25
 """Most FP32 logits that the log-probs hold at a time: 128 MiB."""
@@ -54,7 +54,7 @@ def longest_context(name: str) -> int:
 def has_experts(config: Any) -> bool:
     """Whether a model is a mixture of experts."""
     text = config.get_text_config()
-    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any(getattr(text, name, None) for name in EXPERT_COUNTS)
 
 
 class TokenScores(NamedTuple):
@@ -94,6 +94,7 @@ def load_policy(
                 setattr(part, key, 0.0)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": PACKED}
     if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
+        check_layout(config, strategy.world_size, strategy.tensor_parallel_size, strategy.expert_parallel_size)
         options["distributed_config"] = _distributed_config(strategy, precision)
     autocast = precision == "float16" or (precision == "bfloat16" and "distributed_config" not in options)
     if autocast and has_experts(config):

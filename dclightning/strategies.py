@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,11 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from dclightning.errors import UserError
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configs of transformers call the number of experts."""
 
 
 class ParallelStrategy(ModelParallelStrategy):
@@ -38,11 +44,40 @@ class ParallelStrategy(ModelParallelStrategy):
         """Form the device mesh; Lightning's own default would be tensor parallelism over the whole node."""
         world_size = self.num_nodes * self.num_processes
         if world_size % self.tensor_parallel_size:
-            raise ValueError(
+            raise UserError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: must divide the number of ranks, {world_size}"
             )
         self._data_parallel_size = world_size // self.tensor_parallel_size
         super().setup_environment()
+
+
+def check_layout(config: Any, ranks: int, tensor_parallel_size: int, expert_parallel_size: int) -> None:
+    """Refuse a layout that the model cannot have, before any of its weights is read.
+
+    Args:
+        config: The model's, of transformers.
+        ranks: All of them.
+        tensor_parallel_size: See :class:`ParallelStrategy`.
+        expert_parallel_size: See :class:`ParallelStrategy`.
+
+    Raises:
+        UserError: With the reason.
+    """
+    text, tp, ep = config.get_text_config(), tensor_parallel_size, expert_parallel_size
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(text, name, None)) and heads % tp:
+            raise UserError(f"tensor_parallel_size={tp}: must divide the model's {name}, {heads}")
+    experts = next((n for name in EXPERT_COUNTS if (n := getattr(text, name, None))), 0)
+    if ep > 1 and not experts:
+        raise UserError(f"expert_parallel_size={ep}: the model has no experts; set it to 1")
+    if experts % ep or ranks % ep:
+        raise UserError(f"expert_parallel_size={ep}: must divide the {experts} experts and the {ranks} ranks")
+    if experts and ep % tp:
+        # Experts that are cut by tensor parallelism come back scrambled from checkpoints:
+        # https://github.com/huggingface/transformers/issues/48802
+        raise UserError(
+            f"expert_parallel_size={ep}: must be a multiple of tensor_parallel_size={tp}, or each expert would be cut"
+        )
 
 
 def data_parallel_group(strategy: Strategy) -> tuple[int, dist.ProcessGroup | None]:

@@ -1,7 +1,9 @@
 """DC-GRPO in a plain Fabric loop, without the Trainer: ``python examples/fabric_loop.py --rollouts 20``."""
 
 import argparse
+import os
 import random
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -37,27 +39,23 @@ def draw(engine: Any, tokenizer: Any, problems: list[Problem], scorer: Scorer, s
         prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
         response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
         rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
-        rollout_ranks=torch.tensor([rank for c in completions for rank in c.ranks]),
-        rewards=scores.total, truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
-        group_size=GROUP_SIZE, temperature=SAMPLING.temperature, max_tokens=SAMPLING.max_tokens,
-        weight_version=engine.version,
+        rollout_ranks=torch.tensor([rank for c in completions for rank in c.ranks]), rewards=scores.total,
+        truncated=torch.tensor([c.finish_reason == "length" for c in completions]), group_size=GROUP_SIZE,
+        temperature=SAMPLING.temperature, max_tokens=SAMPLING.max_tokens, weight_version=engine.version,
     )  # fmt: skip
 
 
-def plan(fabric: Fabric, rollout: Rollout) -> list[list[Pack]]:
+def plan(fabric: Fabric, rollout: Rollout) -> Iterator[list[Pack]]:
     """For each optimizer step its micro-batches, as many on every rank."""
-    steps = []
     for mini in torch.arange(len(rollout)).chunk(MINI_BATCHES):
         lengths = (rollout.prompt_lengths + rollout.response_lengths)[mini].tolist()
         count = fabric.all_reduce(torch.tensor(len(micro_batches(lengths, MICRO_BATCH_TOKENS))), reduce_op="max")
-        chosen = micro_batches(lengths, MICRO_BATCH_TOKENS, int(count))
-        steps.append([pack(rollout, mini[sequences].tolist()) for sequences in chosen])
-    return steps
+        yield [pack(rollout, mini[part].tolist()) for part in micro_batches(lengths, MICRO_BATCH_TOKENS, int(count))]
 
 
-def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplier: float) -> dict[str, Any]:
+def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplier: float) -> tuple[Any, ...]:
     """Learn from a rollout: losses and gradient norms of the optimizer steps, mean discrepancy, next multiplier."""
-    steps, old = plan(fabric, rollout), torch.empty_like(rollout.rollout_logprobs)
+    steps, old = list(plan(fabric, rollout)), torch.empty_like(rollout.rollout_logprobs)
     with torch.no_grad():
         for batch in (batch for batches in steps for batch in batches):
             old[batch.index] = token_logprobs(model, batch, rollout.temperature).logprobs
@@ -70,9 +68,8 @@ def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplie
         tokens, responses, active = fabric.all_reduce(torch.tensor(counts).sum(0), reduce_op="sum")
         losses.append(torch.zeros(()))
         for batch in batches if active else []:  # without a gradient even the momenta stay
-            logprobs = token_logprobs(model, batch, rollout.temperature).logprobs
-            given = (values[batch.index] for values in (old, rollout.rollout_logprobs, penalized))
-            objective, _ = CLIP(logprobs, *given, batch.response_lengths)
+            i, logprobs = batch.index, token_logprobs(model, batch, rollout.temperature).logprobs
+            objective, _ = CLIP(logprobs, old[i], rollout.rollout_logprobs[i], penalized[i], batch.response_lengths)
             keep = torch.ones_like(objective, dtype=torch.bool)
             loss = -(token_weights(batch.response_lengths, keep, tokens, responses, "token") * objective).sum()
             fabric.backward(loss * fabric.world_size)  # gradients are averaged over ranks, the loss is a sum
@@ -82,8 +79,7 @@ def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplie
         optimizer.step()
         optimizer.zero_grad()
     mean = sequence_mean(*(data_parallel_gather(fabric.strategy, values) for values in (delta, lengths))).item()
-    multiplier = dual_ascent(multiplier, mean, BUDGET, DUAL_LR, BOUNDS)
-    return {"losses": losses, "norms": norms, "discrepancy": mean, "multiplier": multiplier}
+    return losses, norms, mean, dual_ascent(multiplier, mean, BUDGET, DUAL_LR, BOUNDS)
 
 
 def set_up(fabric: Fabric) -> tuple[Any, Any]:
@@ -101,6 +97,7 @@ def main() -> None:
     for name, default in {"rollouts": 20, "prompts": 32, "devices": 1, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args, multiplier = parser.parse_args(), INITIAL
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # what it says would stand between the lines
     fabric = Fabric(accelerator="cpu", devices=args.devices, strategy="ddp" if args.devices > 1 else "auto")
     fabric.launch()
     model, optimizer = set_up(fabric)
@@ -112,11 +109,11 @@ def main() -> None:
             chosen = random.Random(derive_seed(args.seed, "problems", number)).sample(problems, args.prompts)
             seed = derive_seed(args.seed, "rollout", number, fabric.global_rank)
             rollout = draw(engine, tokenizer, chosen[fabric.global_rank :: fabric.world_size], scorer, seed)
-            result = step(fabric, model, optimizer, rollout, multiplier)
+            *_, mean, following = step(fabric, model, optimizer, rollout, multiplier)
             engine.load_weights(named_weights(model.module), number + 1)
             reward = data_parallel_gather(fabric.strategy, rollout.rewards).nanmean()
-            fabric.print(f"{number}: reward {reward:.3f}, δ̄ {result['discrepancy']:.6f}, λ {multiplier:.3f}")
-            multiplier = result["multiplier"]
+            fabric.print(f"{number}: reward {reward:.3f}, δ̄ {mean:.6f}, λ {multiplier:.3f}")
+            multiplier = following
 
 
 if __name__ == "__main__":
