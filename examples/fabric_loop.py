@@ -25,7 +25,7 @@ from dclightning.seeds import derive_seed
 from dclightning.strategies import data_parallel_gather
 
 MODEL, PROBLEMS, GROUP_SIZE, SAMPLING = "dclightning/tiny-arithmetic", "dclightning/arithmetic-train", 8, Sampling(64)
-LR, MAX_NORM, MINI_BATCHES, MICRO_BATCH_TOKENS, CLIP = 2e-4, 1.0, 2, 4096, PPOClip()
+LR, EPS, MAX_NORM, MINI_BATCHES, MICRO_BATCH_TOKENS, CLIP = 1e-4, 1e-15, 1.0, 2, 4096, PPOClip()
 INITIAL, DUAL_LR, BUDGET, BOUNDS = 0.5, 300.0, 0.0012, (0.0, 1.0)  # the quickstart's
 
 
@@ -85,7 +85,7 @@ def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplie
 def set_up(fabric: Fabric) -> tuple[Any, Any]:
     """The policy and its optimizer."""
     policy = load_policy(MODEL)
-    adamw = torch.optim.AdamW(policy.parameters(), LR, betas=(0.9, 0.95), eps=1e-15, weight_decay=0.0)
+    adamw = torch.optim.AdamW(policy.parameters(), LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
     model, optimizer = fabric.setup(policy, adamw)
     model.mark_forward_method("token_logprobs")
     return model, optimizer

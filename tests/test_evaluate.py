@@ -108,7 +108,7 @@ def test_more_problems_are_added_to_those_that_are_kept(benchmark, tmp_path):
     ("options", "message"),
     [
         ({"benchmarks": "nope"}, "benchmarks='nope': there is aime24"),
-        ({"engine": VLLMEngine("fp9")}, "fp9"),
+        ({"engine": VLLMEngine("fp8", simulate=False)}, "quantization='fp8'"),
         ({"prompt_template": "x"}, "prompt_template='x': must contain {problem}"),
         ({"model": "a=x,a=y"}, "two policies have the name 'a'"),
         ({"model": "nowhere"}, "model='nowhere': no such folder"),
