@@ -198,24 +198,17 @@ def _environment(process):
 
 
 @pytest.mark.slow
-def test_calibrate_inspect_and_doctor_take_a_runs_config(tmp_path):
-    done = dclightning("calibrate", *SHORT, "--rollouts", "1", "--positions", "8", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "budget" in done.stdout
-    overlay = str(tmp_path / "calibration" / "budget.yaml")
-    options = ["--trainer.limit_train_batches", "1", "--saved_rollouts.responses", "3", "--print_config"]
-    done = dclightning("fit", *SHORT, "--config", overlay, *options, cwd=tmp_path)
-    assert "StaleWeights" in done.stdout
-    done = dclightning("fit", *SHORT, "--config", overlay, *options[:-1], cwd=tmp_path)
+def test_calibrate_and_inspect_take_a_run(tmp_path):
+    short = ["--trainer.limit_train_batches", "1", "--saved_rollouts.responses", "3"]
+    done = dclightning("fit", *SHORT, *short, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "quickstart" / "version_0"
     assert len((run / "rollouts" / "000000.jsonl").read_text().splitlines()) == 3
+    measure = ["--ckpt_path", "last", "--rollouts", "1", "--positions", "8"]
+    done = dclightning("calibrate", "--config", str(run / "config.yaml"), *measure, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "From checkpoint" in done.stderr
     for source in ("calibration", str(run)):
         done = dclightning("inspect", source, "--output", "page.html", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "page.html").stat().st_size > 10_000
-    done = dclightning("doctor", *SHORT, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = dclightning("doctor", *SHORT, "--data.prompt_template", "What? {problem", cwd=tmp_path)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
