@@ -72,6 +72,17 @@ class Recorder(L.Callback):
         self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
+def quiet_trainer(**options) -> L.Trainer:
+    """On one CPU process, writing nothing and nowhere unless told otherwise."""
+    usual = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**{"accelerator": "cpu", "devices": 1, **usual, **options})
+
+
 def train(
     rollouts,
     callbacks=(),
@@ -88,14 +99,9 @@ def train(
     optimizer = AdamW(lr=lr, eps=1e-8, max_grad_norm=max_grad_norm, schedule=schedule)
     module = module or GRPOModule(model, optimizer=optimizer, **options)
     recorder = Recorder()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
-        enable_model_summary=False,
         callbacks=[*callbacks, recorder],
     )
     trainer.fit(module, GivenRollouts(rollouts))

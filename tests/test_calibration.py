@@ -3,7 +3,6 @@
 import json
 import math
 
-import lightning as L
 import pytest
 import torch
 import yaml
@@ -17,7 +16,7 @@ from dclightning.callbacks import LagrangianCallback, WeightSync
 from dclightning.discrepancy import divergences
 from dclightning.errors import UserError
 from dclightning.records import read_records
-from tests.helpers import TINY, random_rollout
+from tests.helpers import TINY, quiet_trainer, random_rollout
 
 few = settings(max_examples=25, deadline=None)
 lengths = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
@@ -162,15 +161,9 @@ def parts(engine, others=(), lr=0.0, rollouts=3, max_tokens=48, **options):
     data = RolloutDataModule(
         "dclightning/arithmetic-train", engine, prompts_per_step=8, sampling=Sampling(max_tokens=max_tokens)
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_epochs=1,
         limit_train_batches=rollouts,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[WeightSync(), *others],
     )
     return trainer, module, data

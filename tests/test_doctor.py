@@ -2,14 +2,13 @@
 
 from importlib import metadata
 
-import lightning as L
 import pytest
 import torch
 
 from dclightning import GRPOModule, RolloutDataModule, Sampling, VLLMEngine, doctor
 from dclightning.callbacks import WeightSync
 from dclightning.examination import agreement, examine
-from tests.helpers import TINY
+from tests.helpers import TINY, quiet_trainer
 
 
 def wrong(findings):
@@ -78,13 +77,7 @@ def examined(engine, reward=None, **data):
         **options,
         **data,
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
         callbacks=[WeightSync()],
     )
     return examine(trainer, module, datamodule)

@@ -1,6 +1,5 @@
 """The training policy in 16 bits: parameters stay FP32, and FP16 gradients neither vanish nor stop the run."""
 
-import lightning as L
 import pytest
 import torch
 
@@ -9,7 +8,7 @@ from dclightning.errors import UserError
 from dclightning.loss_scale import LossScale
 from dclightning.models import load_policy, token_logprobs
 from dclightning.packing import pack
-from tests.helpers import TINY, GivenRollouts, nearly_on_policy, random_rollout, train
+from tests.helpers import TINY, GivenRollouts, nearly_on_policy, quiet_trainer, random_rollout, train
 from tests.test_models import FAMILIES, saved
 
 LENGTHS = [9, 12, 3, 7]
@@ -82,14 +81,8 @@ def test_the_loss_scale_doubles_after_so_many_good_steps_and_never_falls_below_o
 
 def test_the_loss_scale_is_resumed(tmp_path, rollout):
     def trainer(epochs):
-        return L.Trainer(
-            accelerator="cpu",
-            devices=1,
+        return quiet_trainer(
             max_epochs=epochs,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
         )
 
     module = GRPOModule(TINY, precision="float16", mini_batches=1)
@@ -105,8 +98,6 @@ def test_the_loss_scale_is_resumed(tmp_path, rollout):
 def test_lightnings_own_precision_is_refused():
     with pytest.raises(ValueError, match="precision='float8': must be one of float32"):
         GRPOModule(TINY, precision="float8")
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, precision="bf16-mixed", logger=False, enable_checkpointing=False, max_epochs=1
-    )
+    trainer = quiet_trainer(precision="bf16-mixed", max_epochs=1)
     with pytest.raises(UserError, match="must be 32-true"):
         trainer.fit(GRPOModule(TINY), GivenRollouts([random_rollout([2, 3])]))

@@ -9,7 +9,7 @@ import torch
 from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import LagrangianCallback, RolloutCheckpoint, StaleWeights, WeightSync
 from dclightning.errors import RunStoppedError, UserError
-from tests.helpers import TINY
+from tests.helpers import TINY, quiet_trainer
 
 
 class Forgetful(VLLMEngine):
@@ -50,16 +50,11 @@ def fit(engine, alarm, rollouts, sync=None, dropped=-1, lr=2e-4, others=(), fold
     data = RolloutDataModule(
         "dclightning/arithmetic-train", engine, prompts_per_step=4, sampling=Sampling(max_tokens=40)
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_epochs=1,
         limit_train_batches=rollouts,
-        logger=False,
         enable_checkpointing=folder is not None,
         default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[sync or WeightSync(), *others, alarm],
     )
     trainer.fit(module, data)
@@ -143,14 +138,8 @@ class Given(L.LightningModule):
 
 def run(alarm, means):
     module = Given(means)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[alarm],
     )
     alarm.compare_weights = False
