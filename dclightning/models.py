@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -23,7 +24,8 @@ from dclightning.attention import PACKED, lanes
 from dclightning.errors import UserError
 from dclightning.hub import hub_answers
 from dclightning.packing import Pack
-from dclightning.strategies import EXPERT_COUNTS, ParallelStrategy, check_layout
+from dclightning.sharding import any_layout, distributed_config, mend_expert_gradients
+from dclightning.strategies import EXPERT_COUNTS, FabricParallelStrategy, ParallelStrategy, check_layout
 
 LOGITS_IN_A_CHUNK = 2**25
 """Most FP32 logits that the log-probs hold at a time: 128 MiB."""
@@ -70,7 +72,7 @@ class TokenScores(NamedTuple):
 
 def load_policy(
     name: str,
-    strategy: Strategy | None = None,
+    strategy: Strategy | FabricStrategy | None = None,
     gradient_checkpointing: bool = False,
     precision: Precision = "float32",
 ) -> PreTrainedModel:
@@ -93,16 +95,21 @@ def load_policy(
             if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": PACKED}
-    if isinstance(strategy, ParallelStrategy) and strategy.world_size > 1:
-        check_layout(config, strategy.world_size, strategy.tensor_parallel_size, strategy.expert_parallel_size)
-        options["distributed_config"] = _distributed_config(strategy, precision)
-    autocast = precision == "float16" or (precision == "bfloat16" and "distributed_config" not in options)
-    if autocast and has_experts(config):
+    parallel = strategy if isinstance(strategy, ParallelStrategy | FabricParallelStrategy) else None
+    sharded = parallel is not None and parallel.world_size > 1
+    if (precision == "float16" or (precision == "bfloat16" and not sharded)) and has_experts(config):
         options["experts_implementation"] = "eager"  # autocast passes the default, grouped products, by
-    model = from_pretrained(AutoModelForCausalLM, name, **options)
-    if isinstance(strategy, ParallelStrategy) and strategy.world_size == 1:
+    if parallel is not None and sharded:
+        check_layout(config, parallel.world_size, parallel.tensor_parallel_size, parallel.expert_parallel_size)
+        layout = distributed_config(parallel, mixed_precision=precision == "bfloat16")
+        with any_layout(layout):
+            model = from_pretrained(AutoModelForCausalLM, name, distributed_config=layout, **options)
+        mend_expert_gradients(model, layout)
+    else:
+        model = from_pretrained(AutoModelForCausalLM, name, **options)
+    if parallel is not None and not sharded:
         # The same kind of parameters and checkpoints as on many ranks; without it one rank could not resume.
-        fully_shard(model, mesh=strategy.device_mesh["data_parallel"])
+        fully_shard(model, mesh=parallel.device_mesh["data_parallel"])
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
@@ -275,14 +282,3 @@ def _is_cached(name: str) -> bool:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError:
         return False
-
-
-def _distributed_config(strategy: ParallelStrategy, precision: Precision) -> Any:
-    from transformers import DistributedConfig
-
-    return DistributedConfig(
-        fsdp_size=strategy.world_size // strategy.tensor_parallel_size,
-        tp_size=strategy.tensor_parallel_size,
-        ep_size=strategy.expert_parallel_size,
-        fsdp_mixed_precision=precision == "bfloat16",  # then parameters are gathered in BF16; gradients, in FP32
-    )

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,7 +25,7 @@ class ParallelStrategy(ModelParallelStrategy):
     transformers shards the model while it reads the weights, so that no rank ever holds all of it.
 
     Args:
-        tensor_parallel_size: Ranks that share each layer.
+        tensor_parallel_size: Ranks that share each layer, and the data.
         expert_parallel_size: Ranks that the experts of a mixture are spread over.
         save_distributed_checkpoint: Whether each rank writes its own part of a checkpoint.
     """
@@ -42,13 +44,45 @@ class ParallelStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Form the device mesh; Lightning's own default would be tensor parallelism over the whole node."""
-        world_size = self.num_nodes * self.num_processes
-        if world_size % self.tensor_parallel_size:
-            raise UserError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: must divide the number of ranks, {world_size}"
-            )
-        self._data_parallel_size = world_size // self.tensor_parallel_size
+        self._data_parallel_size = _replicas(self)
         super().setup_environment()
+
+
+class FabricParallelStrategy(FabricModelParallelStrategy):
+    """The same for Fabric; the model comes from ``load_policy(name, fabric.strategy)``, in shards already.
+
+    Args:
+        tensor_parallel_size: See :class:`ParallelStrategy`.
+        expert_parallel_size: See :class:`ParallelStrategy`.
+        save_distributed_checkpoint: See :class:`ParallelStrategy`.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+    ) -> None:
+        super().__init__(
+            parallelize_fn=lambda module, device_mesh: module,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+        )
+        self.tensor_parallel_size = tensor_parallel_size
+        self.expert_parallel_size = expert_parallel_size
+
+    def setup_environment(self) -> None:
+        """Form the device mesh."""
+        self._data_parallel_size = _replicas(self)
+        super().setup_environment()
+
+
+def _replicas(strategy: ParallelStrategy | FabricParallelStrategy) -> int:
+    """How many groups of ranks hold different data."""
+    world_size, tp = strategy.num_nodes * strategy.num_processes, strategy.tensor_parallel_size
+    if world_size % tp:
+        raise UserError(f"tensor_parallel_size={tp}: must divide the number of ranks, {world_size}")
+    return world_size // tp
 
 
 def check_layout(config: Any, ranks: int, tensor_parallel_size: int, expert_parallel_size: int) -> None:
@@ -64,12 +98,16 @@ def check_layout(config: Any, ranks: int, tensor_parallel_size: int, expert_para
         UserError: With the reason.
     """
     text, tp, ep = config.get_text_config(), tensor_parallel_size, expert_parallel_size
+    if tp > 1 and not getattr(text, "base_model_tp_plan", None):
+        raise UserError(f"tensor_parallel_size={tp}: transformers cannot split the layers of this model; set it to 1")
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(text, name, None)) and heads % tp:
             raise UserError(f"tensor_parallel_size={tp}: must divide the model's {name}, {heads}")
     experts = next((n for name in EXPERT_COUNTS if (n := getattr(text, name, None))), 0)
     if ep > 1 and not experts:
         raise UserError(f"expert_parallel_size={ep}: the model has no experts; set it to 1")
+    if ep > 1 and "ep_dispatch_experts" not in (getattr(text, "base_model_ep_plan", None) or {}).values():
+        raise UserError(f"expert_parallel_size={ep}: transformers cannot spread this model's experts; set it to 1")
     if experts % ep or ranks % ep:
         raise UserError(f"expert_parallel_size={ep}: must divide the {experts} experts and the {ranks} ranks")
     if experts and ep % tp:
@@ -80,15 +118,17 @@ def check_layout(config: Any, ranks: int, tensor_parallel_size: int, expert_para
         )
 
 
-def data_parallel_group(strategy: Strategy) -> tuple[int, dist.ProcessGroup | None]:
+def data_parallel_group(strategy: Strategy | FabricStrategy) -> tuple[int, dist.ProcessGroup | None]:
     """How many ranks hold different data, and their process group (None: all ranks)."""
-    if isinstance(strategy, ParallelStrategy):
+    if isinstance(strategy, ParallelStrategy | FabricParallelStrategy):
         group = strategy.device_mesh["data_parallel"].get_group()
         return dist.get_world_size(group), group
     return getattr(strategy, "world_size", 1), None
 
 
-def data_parallel_reduce(strategy: Strategy, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def data_parallel_reduce(
+    strategy: Strategy | FabricStrategy, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     """Elementwise sum (or another reduction) over the ranks that hold different data; the same on every rank."""
     size, group = data_parallel_group(strategy)
     if size > 1:
@@ -97,7 +137,7 @@ def data_parallel_reduce(strategy: Strategy, values: Tensor, op: dist.ReduceOp.R
     return values
 
 
-def data_parallel_gather(strategy: Strategy, values: Tensor) -> Tensor:
+def data_parallel_gather(strategy: Strategy | FabricStrategy, values: Tensor) -> Tensor:
     """The flat tensors of all ranks that hold different data, of any lengths, one after another."""
     size, group = data_parallel_group(strategy)
     if size == 1:

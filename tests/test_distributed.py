@@ -1,4 +1,4 @@
-"""Two CPU processes give what one gives: plain data parallelism, and sharded parameters."""
+"""However ranks share the work, they learn what one process learns; a run goes on with other ranks as it began."""
 
 import os
 import socket
@@ -9,138 +9,199 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import ranks
+from tests.test_models import FAMILIES
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
-CHILD = """
-import sys
-import lightning as L
-import torch
-from dclightning import (
-    GSPO, AdamW, GeometricMask, GRPOModule, Overlong, ParallelStrategy, ReferenceKL, TokenTIS, Veto
-)
-from dclightning.callbacks import AdaptiveBudget, LagrangianCallback, RolloutCheckpoint, TailPenalty
-from tests.helpers import GivenRollouts, Recorder, random_rollout
-from dclightning.models import named_weights
-
-model, method, strategy, devices, out, epochs, ckpt_path = sys.argv[1:]
-devices, ckpt_path = int(devices), ckpt_path or None
-strategy = ParallelStrategy() if strategy == "fsdp2" else strategy
-torch.set_num_threads(1)
-
-
-class Shares(GivenRollouts):
-    def train_dataloader(self):
-        rank, ranks = self.trainer.global_rank, self.trainer.world_size
-        size = 8 // ranks
-        self.rollouts = [rollout.select(list(range(rank * size, rank * size + size))) for rollout in self.rollouts]
-        return super().train_dataloader()
-
-
-class Steps(L.Callback):
-    rows = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        metrics = trainer.callback_metrics
-        logged = {n: float(v) for n, v in metrics.items() if not n.startswith(("time/", "perf/"))}
-        self.rows.append({n: v for n, v in logged.items() if v == v})  # NaN says that there is no value
-
-
-# Very different lengths on the two ranks, so that they disagree about micro-batches.
-# In the second rollout one of them has no response token at all.
-lengths = [[40, 38, 35, 30, 1, 2, 0, 3], [9, 8, 7, 6, 0, 0, 0, 0], [1, 1, 1, 1, 5, 5, 5, 5], [4] * 8]
-rollouts = [random_rollout(lengths[i], seed=i, version=i) for i in range(4)]
-for rollout in rollouts:
-    rollout.truncated[[1, 6]] = True
-multiplier = LagrangianCallback(initial=0.5, lr=0.1, budget=0.1)
-callbacks, options = [multiplier], {}
-if method == "everything":
-    callbacks += [AdaptiveBudget(warmup=1), TailPenalty(0.5)]
-    options = {
-        "loss": GSPO(0.5, 0.5), "aggregation": "sequence", "advantage": "batch-std", "overlong": Overlong(True, 0.5),
-        "corrections": [TokenTIS(), GeometricMask(0.01, 0.06), Veto(1e-4)],
-        "reference_kl": ReferenceKL(0.1), "entropy_bonus": 0.1,
-    }
-module = GRPOModule(
-    model, optimizer=AdamW(lr=1e-3, eps=1e-8, max_grad_norm=0.5), mini_batches=1, micro_batch_tokens=60, **options
-)
-trainer = L.Trainer(
-    accelerator="cpu", devices=devices, strategy=strategy, max_epochs=int(epochs), logger=False,
-    callbacks=[*callbacks, Steps(), RolloutCheckpoint(every_n_rollouts=100)], default_root_dir=f"{out}.run",
-    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-)
-trainer.fit(module, Shares(rollouts), ckpt_path=ckpt_path)
-weights = dict(named_weights(module.model))
-torch.save({"rows": Steps.rows, "history": multiplier.history + [multiplier.multiplier],
-            "weights": {n: w.clone() for n, w in weights.items()}}, f"{out}.{trainer.global_rank}")
-"""
-
-
-def run(tmp_path, model, strategy, devices, epochs=1, ckpt_path="", method="plain"):
-    out = tmp_path / f"{strategy}{devices}-{epochs}.pt"
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    tmp_path.mkdir(exist_ok=True)
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, str(script), model, method, strategy, str(devices), str(out), str(epochs), str(ckpt_path)],
-        env=environment, cwd=ROOT, check=True, timeout=300,
-    )  # fmt: skip
-    return [torch.load(f"{out}.{rank}") for rank in range(devices)]
+LEARNT = ("train/loss", "train/grad_norm", "discrepancy/sequence_mean", "lagrangian/multiplier")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    from tests.test_models import FAMILIES, saved
-
-    torch.manual_seed(0)
-    return saved(tmp_path_factory.mktemp("model"), FAMILIES["qwen3"]())
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("qwen3", "qwen3-moe"):
+        torch.manual_seed(0)
+        FAMILIES[name]().save_pretrained(folder / name)
+    return {name: str(folder / name) for name in ("qwen3", "qwen3-moe")}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, model):
-    folder = tmp_path_factory.mktemp("alone")
-    return {method: run(folder, model, "auto", 1, method=method)[0] for method in ("plain", "everything")}
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize(
-    ("method", "strategy", "devices"),
-    [
-        ("plain", "ddp", 2),
-        ("plain", "fsdp2", 2),
-        ("plain", "fsdp2", 1),
-        ("everything", "ddp", 2),
-        ("everything", "fsdp2", 2),
-    ],
-)
-def test_ranks_and_shards_change_nothing(tmp_path, model, alone, method, strategy, devices):
-    ranks, one = run(tmp_path, model, strategy, devices, method=method), alone[method]
-    if method == "everything":
-        assert any(0 < row["rollout_corr/kept_fraction"] < 1 for row in one["rows"])
-    for rank in ranks:
-        assert [row.keys() for row in rank["rows"]] == [row.keys() for row in one["rows"]]
-        assert rank["rows"] == ranks[0]["rows"]
-        for row, want in zip(rank["rows"], one["rows"], strict=True):
-            assert row == pytest.approx(want, rel=1e-5, abs=2e-6)
-        assert rank["history"] == ranks[0]["history"]  # the multiplier is the same on every rank, bit for bit
-        assert rank["history"] == pytest.approx(one["history"], abs=1e-7)
-        for name, weight in one["weights"].items():
+def case(name, model, kind="auto", tp=1, ep=1, full=False, **options):
+    layout = {"tensor_parallel_size": tp, "expert_parallel_size": ep, "save_distributed_checkpoint": not full}
+    return {"name": name, "model": model, "kind": kind, "layout": layout if kind == "parallel" else {}, **options}
+
+
+def last(folder, name):
+    return str(folder / name / "checkpoints" / "last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def one(folder, models):
+    """What one process learns."""
+    dense, moe = models["qwen3"], models["qwen3-moe"]
+    cases = [
+        case("dense", dense, epochs=2),
+        case("moe", moe),
+        case("everything", dense, method="everything"),
+        case("fsdp of one", dense, "parallel"),
+        case("fsdp of one, whole", dense, "parallel", epochs=2),
+        case("fsdp of one, resumed", dense, "parallel", epochs=2, ckpt_path=last(folder, "fsdp of one")),
+        case("order", ranks.TINY, sampled=True, epochs=2),
+    ]
+    return ranks.run(folder, 1, cases)
+
+
+TWO = {  # and what each has to equal
+    "ddp": "dense",
+    "fsdp": "dense",
+    "tp": "dense",
+    "fsdp, full checkpoints": "dense",
+    "moe: fsdp": "moe",
+    "moe: fsdp x ep": "moe",
+    "moe: tp x ep": "moe",
+    "everything: ddp": "everything",
+    "everything: fsdp": "everything",
+    "everything: tp": "everything",
+}
+
+
+@pytest.fixture(scope="module")
+def two(folder, models):
+    dense, moe = models["qwen3"], models["qwen3-moe"]
+    cases = [
+        case("ddp", dense, "ddp"),
+        case("fsdp", dense, "parallel"),
+        case("tp", dense, "parallel", tp=2),
+        case("fsdp, full checkpoints", dense, "parallel", full=True),
+        case("moe: fsdp", moe, "parallel"),
+        case("moe: fsdp x ep", moe, "parallel", ep=2),
+        case("moe: tp x ep", moe, "parallel", tp=2, ep=2),
+        case("everything: ddp", dense, "ddp", method="everything"),
+        case("everything: fsdp", dense, "parallel", method="everything"),
+        case("everything: tp", dense, "parallel", tp=2, method="everything"),
+        case("fsdp, whole", dense, "parallel", epochs=2),
+        case("fsdp, resumed", dense, "parallel", epochs=2, ckpt_path=last(folder, "fsdp")),
+        case("order on 2", ranks.TINY, "parallel", sampled=True),
+    ]
+    return ranks.run(folder, 2, cases)
+
+
+FOUR = {
+    "fsdp of 4": "dense",
+    "fsdp x tp": "dense",
+    "moe: ep of 4": "moe",
+    "moe: fsdp x ep of 2": "moe",
+    "moe: fsdp x tp x ep of 2": "moe",
+    "moe: fsdp x tp x ep of 4": "moe",
+}
+RESUMED = {  # on other ranks, in another layout, from what two ranks have saved
+    "from fsdp": ("fsdp", 1),
+    "from ddp": ("ddp", 1),
+    "from tp": ("tp", 2),
+    "from full": ("fsdp, full checkpoints", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def four(folder, models, two):
+    dense, moe = models["qwen3"], models["qwen3-moe"]
+    cases = [
+        case("fsdp of 4", dense, "parallel"),
+        case("fsdp x tp", dense, "parallel", tp=2),
+        case("moe: ep of 4", moe, "parallel", ep=4),
+        case("moe: fsdp x ep of 2", moe, "parallel", ep=2),
+        case("moe: fsdp x tp x ep of 2", moe, "parallel", tp=2, ep=2),
+        case("moe: fsdp x tp x ep of 4", moe, "parallel", tp=2, ep=4),
+        *(
+            case(name, dense, "parallel", tp=tp, epochs=2, ckpt_path=last(folder, source))
+            for name, (source, tp) in RESUMED.items()
+        ),
+        case("order on 4", ranks.TINY, "parallel", sampled=True, epochs=2, ckpt_path=last(folder, "order on 2")),
+    ]
+    return ranks.run(folder, 4, cases)
+
+
+@pytest.fixture(scope="module")
+def resumed_on_one(folder, models, two):
+    dense = models["qwen3"]
+    cases = [
+        *(
+            case(f"{name}, on 1", dense, "parallel", epochs=2, ckpt_path=last(folder, source))
+            for name, (source, _) in RESUMED.items()
+        ),
+        case("order on 1", ranks.TINY, "parallel", sampled=True, epochs=2, ckpt_path=last(folder, "order on 2")),
+    ]
+    (folder / "one").mkdir()
+    return ranks.run(folder, 1, cases)
+
+
+def check_equal(found, want, steps=slice(0, 4)):
+    for rank in found:
+        assert rank["rows"] == found[0]["rows"]
+        assert [row.keys() for row in rank["rows"]] == [row.keys() for row in want["rows"][steps]]
+        for row, wanted in zip(rank["rows"], want["rows"][steps], strict=True):
+            for name in LEARNT:
+                assert row[name] == pytest.approx(wanted[name], rel=2e-6, abs=2e-6), name
+            assert row == pytest.approx(wanted, rel=1e-5, abs=2e-6)
+        assert rank["history"] == found[0]["history"]  # the multiplier is the same on every rank, bit for bit
+
+
+def check_weights(found, want):
+    for rank in found:
+        for name, weight in want["weights"].items():
             torch.testing.assert_close(rank["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("fsdp2", 1), ("fsdp2", 2)])
-def test_a_resumed_run_equals_the_whole(tmp_path, model, strategy, devices):
-    whole = run(tmp_path / "whole", model, strategy, devices, epochs=2)
-    run(tmp_path / "stopped", model, strategy, devices, epochs=1)
-    last = tmp_path / "stopped" / f"{strategy}{devices}-1.pt.run" / "checkpoints" / "last.ckpt"
-    resumed = run(tmp_path / "stopped", model, strategy, devices, epochs=2, ckpt_path=last)
-    for rank, (a, b) in enumerate(zip(whole, resumed, strict=True)):
-        assert a["rows"][4:] == b["rows"], rank
-        assert a["history"] == b["history"]
-        assert all(torch.equal(weight, b["weights"][name]) for name, weight in a["weights"].items())
+@pytest.mark.parametrize(("name", "alone"), TWO.items())
+def test_two_ranks_learn_what_one_learns(one, two, name, alone):
+    (want,) = one[alone]
+    check_equal(two[name], want)
+    if alone == "everything":
+        assert any(0 < row["rollout_corr/kept_fraction"] < 1 for row in want["rows"])
+    if alone != "dense":  # which has gone on for another epoch
+        check_weights(two[name], want)
+
+
+@pytest.mark.parametrize(("name", "alone"), FOUR.items())
+def test_four_ranks_learn_what_one_learns(one, four, name, alone):
+    check_equal(four[name], one[alone][0])
+    if alone != "dense":
+        check_weights(four[name], one[alone][0])
+
+
+@pytest.mark.parametrize("name", ["fsdp of one", "fsdp"])
+def test_a_resumed_run_equals_the_whole_bit_for_bit(one, two, name):
+    found = one if name == "fsdp of one" else two
+    for whole, resumed in zip(found[f"{name}, whole"], found[f"{name}, resumed"], strict=True):
+        assert whole["rows"][4:] == resumed["rows"]
+        assert whole["history"] == resumed["history"]
+        assert all(torch.equal(weight, resumed["weights"][name]) for name, weight in whole["weights"].items())
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_with_other_ranks_in_another_layout(one, four, resumed_on_one, name):
+    for found in (four[name], resumed_on_one[f"{name}, on 1"]):
+        check_equal(found, one["dense"][0], steps=slice(4, 8))
+        check_weights(found, one["dense"][0])
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_with_other_ranks_the_order_of_the_problems_goes_on(one, two, four, resumed_on_one, count):
+    def asked(found):
+        """What each step asked, all ranks together."""
+        steps = zip(*(rank["prompts"] for rank in found), strict=True)
+        return [[prompt for part in step for prompt in part] for step in steps]
+
+    whole = asked(one["order"])
+    assert asked(two["order on 2"]) == whole[:4]
+    assert asked(resumed_on_one["order on 1"] if count == 1 else four["order on 4"]) == whole[4:]
+    assert whole[4:] != whole[:4]
 
 
 STOPPING = """
