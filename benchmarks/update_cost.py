@@ -71,7 +71,7 @@ def draw(model: str, step: int, responses: int, longest: int) -> Rollout:
         group_size=8,
         temperature=1.0,
         max_tokens=longest,
-        weight_version=step,
+        weight_versions=torch.full((responses,), step),
     )
     policy = load_policy(model)
     for i in range(0, responses, 32):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dclightning.accuracy import avg_at_k, maj_at_k, pass_at_k
 from dclightning.data.problems import Problem
-from dclightning.rewards.scoring import Scores
-from dclightning.rollout.types import Completion
+from dclightning.rollout.types import Completion, Scores
 
 
 @dataclass

@@ -32,7 +32,7 @@ from dclightning.models import (
     token_logprobs,
 )
 from dclightning.optimizer import AdamW
-from dclightning.packing import Pack, micro_batches, pack
+from dclightning.packing import Pack, plan
 from dclightning.phases import phases
 from dclightning.policy_loss import Aggregation, PolicyLoss, PPOClip, approx_kl, probability_ratio, token_weights
 from dclightning.ragged import segment_sum, spread
@@ -270,9 +270,9 @@ class GRPOModule(L.LightningModule):
             ``scores``, of all of this rank's response tokens, is what the policy said of them before the update.
         """
         self._check_version(rollout)
-        plan = self.plan(rollout)
+        packs = self.plan(rollout)
         with phases("score"):
-            scores, reference_logprobs = self._score(rollout, plan)
+            scores, reference_logprobs = self._score(rollout, packs)
         old_logprobs = scores.logprobs
         delta = discrepancy(old_logprobs, rollout.rollout_logprobs, self.discrepancy)
         lengths = rollout.response_lengths
@@ -292,7 +292,7 @@ class GRPOModule(L.LightningModule):
             keep=keep & tokens,
         )
         with phases("update"):
-            ratio = self._update(rollout, plan, given)
+            ratio = self._update(rollout, packs, given)
         self._measure(rollout, tokens, scores.entropy, penalty)
         if self.corrections:
             self.means.update({"discrepancy/kept_mean": delta[given.keep]})
@@ -319,33 +319,26 @@ class GRPOModule(L.LightningModule):
 
     def plan(self, rollout: Rollout) -> list[list[Pack]]:
         """For each optimizer step its micro-batches: the same number on every rank, as sharded models need."""
-        prompts, rest = divmod(len(rollout), rollout.group_size * self.mini_batches)
-        if rest:
+        if len(rollout) % (rollout.group_size * self.mini_batches):
             raise ValueError(
                 f"mini_batches={self.mini_batches}: must divide the prompts of a rollout on each rank, "
                 f"{len(rollout) // rollout.group_size}"
             )
-        size = prompts * rollout.group_size
-        lengths = (rollout.prompt_lengths + rollout.response_lengths).split(size)
-        counts = torch.tensor([len(micro_batches(part.tolist(), self.micro_batch_tokens)) for part in lengths])
-        counts = data_parallel_reduce(self.trainer.strategy, counts.to(self.device), dist.ReduceOp.MAX)
-        return [
-            [
-                pack(rollout, [mini * size + i for i in chosen])
-                for chosen in micro_batches(part.tolist(), self.micro_batch_tokens, int(count))
-            ]
-            for mini, (part, count) in enumerate(zip(lengths, counts, strict=True))
-        ]
+
+        def most(counts: Tensor) -> Tensor:
+            return data_parallel_reduce(self.trainer.strategy, counts.to(self.device), dist.ReduceOp.MAX)
+
+        return plan(rollout, self.mini_batches, self.micro_batch_tokens, most)
 
     @torch.no_grad()
-    def _score(self, rollout: Rollout, plan: list[list[Pack]]) -> tuple[TokenScores, Tensor]:
+    def _score(self, rollout: Rollout, packs: list[list[Pack]]) -> tuple[TokenScores, Tensor]:
         """What the policy says of the response tokens before the first update, in the update's micro-batches.
 
         And the reference policy's log-probs; zeros where there is none.
         """
         logprobs, entropy, reference = torch.zeros_like(rollout.rollout_logprobs).expand(3, -1).clone()
         scores = TokenScores(logprobs, entropy, torch.zeros_like(rollout.rollout_ranks))
-        for batch in (batch for mini in plan for batch in mini):
+        for batch in (batch for mini in packs for batch in mini):
             with replayed(self.model, batch.experts), self._routing_watched(batch):
                 found = token_logprobs(self.model, batch, rollout.temperature, entropy=True, ranks=True)
             for whole, part in zip(scores, found, strict=True):
@@ -367,7 +360,7 @@ class GRPOModule(L.LightningModule):
             yield
         self.means.update({"train/routing_agreement": agreement(own, batch.experts)})
 
-    def _update(self, rollout: Rollout, plan: list[list[Pack]], given: _Given) -> Tensor:
+    def _update(self, rollout: Rollout, packs: list[list[Pack]], given: _Given) -> Tensor:
         """``mini_batches`` optimizer steps; returns the ratio of each response token as the update saw it."""
         optimizer: Any = self.optimizers()
         replicas, _ = data_parallel_group(self.trainer.strategy)
@@ -375,7 +368,7 @@ class GRPOModule(L.LightningModule):
         # What has a gradient: a token whose advantage is zero has none, unless something else pulls at the policy.
         active = given.keep & (regularised | ((given.advantages != 0) & (given.weights != 0)))
         ratio = torch.ones_like(given.old_logprobs)
-        for mini, lengths in zip(plan, rollout.response_lengths.chunk(len(plan)), strict=True):
+        for mini, lengths in zip(packs, rollout.response_lengths.chunk(len(packs)), strict=True):
             index = torch.cat([batch.index for batch in mini]).sort().values
             keep = given.keep[index]
             responses = (segment_sum(keep, lengths) > 0).sum()
@@ -460,11 +453,11 @@ class GRPOModule(L.LightningModule):
 
     def _check_version(self, rollout: Rollout) -> None:
         step = self.trainer.fit_loop.total_batch_idx
-        if rollout.weight_version != step:
+        if (rollout.weight_versions != step).any():
             log.warning(
                 "Stale weights: rollout %d was sampled with the weights of step %d. Is the WeightSync callback there?",
                 step,
-                rollout.weight_version,
+                rollout.weight_versions.min(),
             )
 
     # Evaluation of the deployed policy, and of the training policy if it is asked for

@@ -1,5 +1,6 @@
 """Sequences of different lengths side by side in one row, without padding, within a budget of tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,22 @@ def pack(rollout: Rollout, sequences: list[int]) -> Pack:
         response_lengths=rollout.response_lengths[sequences],
         experts=None if rollout.experts is None else rollout.experts[inputs],
     )
+
+
+def plan(rollout: Rollout, steps: int, budget: int, most: Callable[[Tensor], Tensor]) -> list[list[Pack]]:
+    """For each optimizer step its micro-batches: the same number on every rank, as sharded models need.
+
+    Args:
+        rollout: Whose sequences the steps share evenly.
+        steps: Optimizer steps.
+        budget: Most tokens in a micro-batch.
+        most: Gives the elementwise maximum over ranks.
+    """
+    size = len(rollout) // steps
+    lengths = (rollout.prompt_lengths + rollout.response_lengths).split(size)
+    counts = most(torch.tensor([len(micro_batches(part.tolist(), budget)) for part in lengths])).tolist()
+    batches = [micro_batches(part.tolist(), budget, count) for part, count in zip(lengths, counts, strict=True)]
+    return [[pack(rollout, [step * size + i for i in batch]) for batch in batches[step]] for step in range(steps)]
 
 
 def micro_batches(lengths: list[int], budget: int, count: int = 1) -> list[list[int]]:

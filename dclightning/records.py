@@ -19,7 +19,7 @@ class Record:
     """One response of a rollout; what belongs to tokens has one entry for each token of the response."""
 
     rollout: int
-    """Training steps that the policy had seen."""
+    """Training steps that the weights had seen which sampled it."""
     prompt: str
     tokens: list[str]
     """Each token decoded by itself."""
@@ -59,7 +59,7 @@ def records(rollout: Rollout, scores: Sequence[Tensor], tokenizer: Any, chosen: 
         prompt, response = (ids.tolist() for ids in sequences[i])
         reward = float(rollout.rewards[i])
         yield Record(
-            rollout=rollout.weight_version,
+            rollout=int(rollout.weight_versions[i]),
             prompt=tokenizer.decode(prompt),
             tokens=tokenizer.batch_decode([[token] for token in response]),
             token_ids=response,

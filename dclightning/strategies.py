@@ -159,12 +159,14 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
         max_norm: The largest total norm; infinity only measures.
 
     Returns:
-        The total norm before clipping, a scalar.
+        The total norm before clipping, a scalar; 0 where nothing has a gradient.
     """
     by_mesh: dict[object, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
+    if not by_mesh:
+        return torch.zeros(())
     norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
     total: Tensor = torch.linalg.vector_norm(
         torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])

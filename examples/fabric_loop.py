@@ -3,12 +3,13 @@
 import argparse
 import os
 import random
-from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from torch.distributed import ReduceOp
 
 from dclightning import MathReward, PPOClip, Rollout, Sampling, VLLMEngine
 from dclightning.advantages import advantages
@@ -16,13 +17,13 @@ from dclightning.data.problems import Problem, load_problems
 from dclightning.discrepancy import discrepancy, sequence_mean
 from dclightning.lagrangian import dual_ascent, penalized_advantages
 from dclightning.models import load_policy, load_tokenizer, named_weights, resolve_model, token_logprobs
-from dclightning.packing import Pack, micro_batches, pack
+from dclightning.packing import plan
 from dclightning.policy_loss import token_weights
 from dclightning.ragged import spread
 from dclightning.rewards.scoring import Scorer
 from dclightning.rollout.responses import encode_prompt, respond
 from dclightning.seeds import derive_seed
-from dclightning.strategies import data_parallel_gather
+from dclightning.strategies import clip_grad_norm, data_parallel_gather, data_parallel_group, data_parallel_reduce
 
 MODEL, PROBLEMS, GROUP_SIZE, SAMPLING = "dclightning/tiny-arithmetic", "dclightning/arithmetic-train", 8, Sampling(64)
 LR, EPS, MAX_NORM, MINI_BATCHES, MICRO_BATCH_TOKENS, CLIP = 1e-4, 1e-15, 1.0, 2, 4096, PPOClip()
@@ -33,29 +34,14 @@ def draw(engine: Any, tokenizer: Any, problems: list[Problem], scorer: Scorer, s
     """Sample a group of responses to each problem, and score them."""
     prompts = [encode_prompt(tokenizer, problem) for problem in problems]
     completions, scores = respond(engine, tokenizer, problems, prompts, scorer, SAMPLING, GROUP_SIZE, seed)
-    prompts = [ids for ids in prompts for _ in range(GROUP_SIZE)]
-    return Rollout(
-        token_ids=torch.tensor([t for ids, c in zip(prompts, completions, strict=True) for t in (*ids, *c.token_ids)]),
-        prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
-        response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
-        rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
-        rollout_ranks=torch.tensor([rank for c in completions for rank in c.ranks]), rewards=scores.total,
-        truncated=torch.tensor([c.finish_reason == "length" for c in completions]), group_size=GROUP_SIZE,
-        temperature=SAMPLING.temperature, max_tokens=SAMPLING.max_tokens, weight_version=engine.version,
-    )  # fmt: skip
-
-
-def plan(fabric: Fabric, rollout: Rollout) -> Iterator[list[Pack]]:
-    """For each optimizer step its micro-batches, as many on every rank."""
-    for mini in torch.arange(len(rollout)).chunk(MINI_BATCHES):
-        lengths = (rollout.prompt_lengths + rollout.response_lengths)[mini].tolist()
-        count = fabric.all_reduce(torch.tensor(len(micro_batches(lengths, MICRO_BATCH_TOKENS))), reduce_op="max")
-        yield [pack(rollout, mini[part].tolist()) for part in micro_batches(lengths, MICRO_BATCH_TOKENS, int(count))]
+    return Rollout.of(prompts, completions, scores, SAMPLING, GROUP_SIZE, engine.version)
 
 
 def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplier: float) -> tuple[Any, ...]:
     """Learn from a rollout: losses and gradient norms of the optimizer steps, mean discrepancy, next multiplier."""
-    steps, old = list(plan(fabric, rollout)), torch.empty_like(rollout.rollout_logprobs)
+    everywhere = partial(data_parallel_reduce, fabric.strategy)
+    steps = plan(rollout, MINI_BATCHES, MICRO_BATCH_TOKENS, partial(everywhere, op=ReduceOp.MAX))
+    old = torch.empty_like(rollout.rollout_logprobs)
     with torch.no_grad():
         for batch in (batch for batches in steps for batch in batches):
             old[batch.index] = token_logprobs(model, batch, rollout.temperature).logprobs
@@ -65,17 +51,17 @@ def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplie
     losses, norms = [], []
     for batches in steps:
         counts = [[len(b.index), (b.response_lengths > 0).sum(), (penalized[b.index] != 0).sum()] for b in batches]
-        tokens, responses, active = fabric.all_reduce(torch.tensor(counts).sum(0), reduce_op="sum")
+        tokens, responses, active = everywhere(torch.tensor(counts).sum(0))
         losses.append(torch.zeros(()))
         for batch in batches if active else []:  # without a gradient even the momenta stay
             i, logprobs = batch.index, token_logprobs(model, batch, rollout.temperature).logprobs
             objective, _ = CLIP(logprobs, old[i], rollout.rollout_logprobs[i], penalized[i], batch.response_lengths)
             keep = torch.ones_like(objective, dtype=torch.bool)
             loss = -(token_weights(batch.response_lengths, keep, tokens, responses, "token") * objective).sum()
-            fabric.backward(loss * fabric.world_size)  # gradients are averaged over ranks, the loss is a sum
+            fabric.backward(loss * data_parallel_group(fabric.strategy)[0])  # gradients are averaged over ranks
             losses[-1] += loss.detach()
-        fabric.all_reduce(losses[-1], reduce_op="sum")
-        norms.append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM))
+        losses[-1] = everywhere(losses[-1])
+        norms.append(clip_grad_norm(model.parameters(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
     mean = sequence_mean(*(data_parallel_gather(fabric.strategy, values) for values in (delta, lengths))).item()
@@ -84,7 +70,7 @@ def step(fabric: Fabric, model: Any, optimizer: Any, rollout: Rollout, multiplie
 
 def set_up(fabric: Fabric) -> tuple[Any, Any]:
     """The policy and its optimizer."""
-    policy = load_policy(MODEL)
+    policy = load_policy(MODEL, fabric.strategy)
     adamw = torch.optim.AdamW(policy.parameters(), LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
     model, optimizer = fabric.setup(policy, adamw)
     model.mark_forward_method("token_logprobs")

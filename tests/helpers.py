@@ -31,7 +31,7 @@ def random_rollout(lengths, group_size=2, prompt=5, rewards=None, seed=0, temper
         group_size=group_size,
         temperature=temperature,
         max_tokens=64,
-        weight_version=version,
+        weight_versions=torch.full((count,), version),
     )
 
 

@@ -15,7 +15,7 @@ from dclightning.models import load_policy, load_tokenizer, named_weights, resol
 from dclightning.packing import pack
 from dclightning.rollout.rounding import FORMATS
 from dclightning.rollout.transformers import TransformersEngine
-from dclightning.rollout.types import Rollout
+from dclightning.rollout.types import Rollout, Scores
 from tests.helpers import TINY
 from tests.test_models import FAMILIES, saved
 
@@ -23,21 +23,8 @@ PROMPTS = [[6, 40, 41, 42, 7], [6, 50, 51, 7], [6, 60, 61, 62, 63, 7]]
 
 
 def as_rollout(prompts, completions, group_size, temperature):
-    prompts = [ids for ids in prompts for _ in range(group_size)]
-    rows = list(zip(prompts, completions, strict=True))
-    return Rollout(
-        token_ids=torch.tensor([token for ids, c in rows for token in (*ids, *c.token_ids)]),
-        prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
-        response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
-        rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
-        rollout_ranks=torch.tensor([rank for c in completions for rank in c.ranks]),
-        rewards=torch.zeros(len(rows)),
-        truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
-        group_size=group_size,
-        temperature=temperature,
-        max_tokens=64,
-        weight_version=0,
-    )
+    scores = Scores(torch.zeros(len(completions)), {})
+    return Rollout.of(prompts, completions, scores, Sampling(64, temperature), group_size, weight_version=0)
 
 
 @torch.no_grad()

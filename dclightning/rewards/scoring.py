@@ -9,18 +9,16 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from dclightning.data.problems import Problem
 from dclightning.errors import RunStoppedError, check_choice
-from dclightning.rollout.types import Completion
+from dclightning.rollout.types import Completion, Scores
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +31,6 @@ It may be async. What it counts under the attributes ``timeouts`` and ``errors``
 OnError = Literal["skip", "stop"]
 
 _GIVE_UP = 16  # completions that a reward fails for, and for no other, after which it is not called again
-
-
-@dataclass
-class Scores:
-    """What B completions got."""
-
-    total: Tensor
-    """The sum of the parts, each times its weight; NaN where one that has a weight is missing. (B,) float32"""
-    parts: dict[str, Tensor]
-    """By name each reward, before its weight; NaN where it could not score. (B,) float32"""
-    timeouts: int
-    """Verdicts that took too long."""
-    errors: int
-    """Failed verdicts, and completions for which a reward raised an exception or gave no number."""
 
 
 class Scorer:

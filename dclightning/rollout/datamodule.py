@@ -21,7 +21,7 @@ from dclightning.rewards.math import MathReward
 from dclightning.rewards.scoring import OnError, Reward, Scorer, reward_name
 from dclightning.rollout.engine import RolloutEngine
 from dclightning.rollout.responses import encode_prompt, respond
-from dclightning.rollout.types import Rollout, Sampling, gathered_experts
+from dclightning.rollout.types import Rollout, Sampling
 from dclightning.seeds import derive_seed
 from dclightning.strategies import data_parallel_reduce
 
@@ -289,28 +289,7 @@ class RolloutDataModule(L.LightningDataModule):
         completions, scores = respond(
             self.engine, self.tokenizer, problems, prompts, self.scorer, sampling, group_size, seed
         )
-        prompts = [ids for ids in prompts for _ in range(group_size)]
-        return Rollout(
-            token_ids=torch.tensor(
-                [token for ids, c in zip(prompts, completions, strict=True) for token in (*ids, *c.token_ids)]
-            ),
-            prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
-            response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
-            rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
-            rollout_ranks=torch.tensor(
-                [rank for c in completions for rank in c.ranks or [0] * len(c.token_ids)], dtype=torch.int64
-            ),
-            experts=gathered_experts(completions),
-            rewards=scores.total,
-            reward_parts=scores.parts,
-            reward_timeouts=scores.timeouts,
-            reward_errors=scores.errors,
-            truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
-            group_size=group_size,
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            weight_version=self.engine.version,
-        )
+        return Rollout.of(prompts, completions, scores, sampling, group_size, self.engine.version)
 
     def encode(self, problem: Problem) -> list[int]:
         """The token ids that a problem is asked with."""

@@ -8,9 +8,9 @@ from jinja2 import TemplateError
 from dclightning.data.problems import Problem
 from dclightning.errors import UserError
 from dclightning.phases import phases
-from dclightning.rewards.scoring import Scorer, Scores
+from dclightning.rewards.scoring import Scorer
 from dclightning.rollout.engine import RolloutEngine
-from dclightning.rollout.types import Completion, Sampling
+from dclightning.rollout.types import Completion, Sampling, Scores
 from dclightning.seeds import seed_all
 
 

@@ -63,7 +63,21 @@ def gathered_experts(completions: list[Completion]) -> Tensor | None:
     return torch.cat([torch.cat([part, part.new_full((1, *part.shape[1:]), -1)]) for part in known])
 
 
-_OF_SEQUENCES = ("prompt_lengths", "response_lengths", "rewards", "truncated")
+@dataclass(frozen=True)
+class Scores:
+    """What B completions got."""
+
+    total: Tensor
+    """The sum of the parts, each times its weight; NaN where one that has a weight is missing. (B,) float32"""
+    parts: dict[str, Tensor]
+    """By name each reward, before its weight; NaN where it could not score. (B,) float32"""
+    timeouts: int = 0
+    """Verdicts that took too long."""
+    errors: int = 0
+    """Failed verdicts, and completions for which a reward raised an exception or gave no number."""
+
+
+_OF_SEQUENCES = ("prompt_lengths", "response_lengths", "rewards", "truncated", "weight_versions")
 _OF_RESPONSE_TOKENS = ("rollout_logprobs", "rollout_ranks")
 
 
@@ -94,8 +108,8 @@ class Rollout:
     """Sampling temperature; the training policy's logits are divided by it, too."""
     max_tokens: int
     """The longest response that was allowed."""
-    weight_version: int
-    """Training steps that the engine's weights had seen."""
+    weight_versions: Tensor
+    """Training steps that the weights which sampled each response had seen. (B,) int64"""
     experts: Tensor | None = None
     """The experts that the engine chose for each token in each layer, -1 where that is not known: then the trainer uses
     them, too. (N, layers, k) int16"""
@@ -107,6 +121,49 @@ class Rollout:
     """Verdicts that failed."""
     discarded_groups: int = 0
     """Groups that were drawn for this rollout and thrown away, since all their rewards were equal."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: list[list[int]],
+        completions: list[Completion],
+        scores: Scores,
+        sampling: Sampling,
+        group_size: int,
+        weight_version: int,
+    ) -> "Rollout":
+        """What an engine and a scorer gave.
+
+        Args:
+            prompts: Token ids.
+            completions: ``group_size`` responses to each prompt, side by side.
+            scores: Of the completions.
+            sampling: How they were drawn.
+            group_size: Responses to a prompt.
+            weight_version: Of the engine's weights.
+        """
+        prompts = [ids for ids in prompts for _ in range(group_size)]
+        return cls(
+            token_ids=torch.tensor(
+                [token for ids, c in zip(prompts, completions, strict=True) for token in (*ids, *c.token_ids)]
+            ),
+            prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
+            response_lengths=torch.tensor([len(c.token_ids) for c in completions]),
+            rollout_logprobs=torch.tensor([logprob for c in completions for logprob in c.logprobs]),
+            rollout_ranks=torch.tensor(
+                [rank for c in completions for rank in c.ranks or [0] * len(c.token_ids)], dtype=torch.int64
+            ),
+            rewards=scores.total,
+            truncated=torch.tensor([c.finish_reason == "length" for c in completions]),
+            group_size=group_size,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            weight_versions=torch.full((len(completions),), weight_version),
+            experts=gathered_experts(completions),
+            reward_parts=scores.parts,
+            reward_timeouts=scores.timeouts,
+            reward_errors=scores.errors,
+        )
 
     @property
     def sequence_starts(self) -> Tensor:
