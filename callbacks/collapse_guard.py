@@ -187,7 +187,7 @@ class CollapseGuard(L.Callback):
             if isinstance(callback, LagrangianCallback):
                 self._raise_multiplier(callback, states.get(callback.state_key, {}).get("multiplier", 0.0))
             elif isinstance(callback, WeightSync):
-                callback.push(trainer, pl_module)
+                callback.restart(trainer, pl_module)
 
     def _raise_multiplier(self, callback: LagrangianCallback, before: float) -> None:
         """Above what it was at the checkpoint, for the collapse may have driven it anywhere; each time further."""

@@ -37,13 +37,21 @@ from dclightning.phases import phases
 from dclightning.policy_loss import Aggregation, PolicyLoss, PPOClip, approx_kl, probability_ratio, token_weights
 from dclightning.ragged import segment_sum, spread
 from dclightning.reference_kl import ReferenceKL, reference_kl
+from dclightning.rollout.datamodule import RolloutDataModule
 from dclightning.rollout.types import Rollout
 from dclightning.routing import agreement, check_replay, recorded, replayed
 from dclightning.strategies import clip_grad_norm, data_parallel_gather, data_parallel_group, data_parallel_reduce
 
 log = logging.getLogger(__name__)
 
-OF_RESPONSES = ("reward", "unscored_fraction", "response_length", "truncated_fraction", "length_penalty")
+OF_RESPONSES = (
+    "reward",
+    "unscored_fraction",
+    "response_length",
+    "truncated_fraction",
+    "weight_lag",
+    "length_penalty",
+)
 OF_TOKENS = (
     "entropy",
     "routing_agreement",
@@ -179,6 +187,10 @@ class GRPOModule(L.LightningModule):
         self.reference: Any
         # Not registered as a part of the module: it is neither trained nor saved.
         self.__dict__["reference"] = None
+        self.sampling_policy: Any = None
+        """The policy as it was when the rollout was sampled, if that is not the policy of now (``one_step_off``)."""
+        self.sampling_version = 0
+        """Training steps that it has seen."""
         self.penalty: Callable[[Tensor], Tensor] | None = None
         """What tokens of the given discrepancies, (R,), are charged. Callbacks set it as a training starts."""
 
@@ -193,6 +205,10 @@ class GRPOModule(L.LightningModule):
         if self.reference_kl.coefficient and self.trainer.state.fn == "fit" and self.reference is None:
             reference = load_policy(self.model_name, self.trainer.strategy, precision=self.precision)
             self.__dict__["reference"] = reference.requires_grad_(False)
+        lags = getattr(self._datamodule, "one_step_off", False) and self.trainer.state.fn == "fit"
+        if lags and self.sampling_policy is None:
+            policy = load_policy(self.model_name, self.trainer.strategy, precision=self.precision)
+            self.sampling_policy = policy.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
         """AdamW, and a learning rate that moves once per rollout."""
@@ -215,7 +231,7 @@ class GRPOModule(L.LightningModule):
                 "computed in is model.precision"
             )
         check_token_logprobs(self.model, self.model_name)
-        engine = getattr(getattr(self.trainer, "datamodule", None), "engine", None)
+        engine = getattr(self._datamodule, "engine", None)
         if getattr(engine, "routing_replay", False):
             check_replay(self.model)
         replicas, group = data_parallel_group(self.trainer.strategy)
@@ -240,13 +256,17 @@ class GRPOModule(L.LightningModule):
         for group, lr, factor in groups:
             group["lr"] = lr * factor(scheduler.last_epoch)
         phases.take()
-        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        datamodule = self._datamodule
         if self.penalty is not None and getattr(datamodule, "dynamic_sampling", None):
             log.warning(
                 "dynamic_sampling=%d changes the method: groups of equal rewards, which would still pay for their "
                 "discrepancy, are replaced",
                 datamodule.dynamic_sampling,
             )
+
+    @property
+    def _datamodule(self) -> Any:
+        return getattr(self.trainer, "datamodule", None)
 
     def _planned_rollouts(self) -> int:
         epochs, steps = self.trainer.max_epochs, self.trainer.max_steps  # -1 is no limit
@@ -261,6 +281,13 @@ class GRPOModule(L.LightningModule):
 
     # The training step
 
+    def on_train_batch_start(self, batch: Rollout, batch_idx: int) -> None:
+        """Let the engine draw the next rollout meanwhile, or make room; callbacks are through with it."""
+        if isinstance(self._datamodule, RolloutDataModule):
+            last_batch = self.trainer.is_last_batch and self.trainer.current_epoch + 1 == self.trainer.max_epochs
+            last_step = 0 <= self.trainer.max_steps <= self.trainer.global_step + self.mini_batches
+            self._datamodule.during_update(last=last_batch or last_step)
+
     def training_step(self, rollout: Rollout, batch_idx: int) -> dict[str, Any]:
         """One step of DC-GRPO.
 
@@ -273,6 +300,8 @@ class GRPOModule(L.LightningModule):
         packs = self.plan(rollout)
         with phases("score"):
             scores, reference_logprobs = self._score(rollout, packs)
+        if self.sampling_policy is not None:
+            self.follow(self.trainer.fit_loop.total_batch_idx)
         old_logprobs = scores.logprobs
         delta = discrepancy(old_logprobs, rollout.rollout_logprobs, self.discrepancy)
         lengths = rollout.response_lengths
@@ -303,6 +332,13 @@ class GRPOModule(L.LightningModule):
         self._log_metrics()
         return {**everywhere, "ratio": ratio[tokens], "scores": scores}
 
+    @torch.no_grad()
+    def follow(self, version: int) -> None:
+        """From now on rollouts are sampled with the weights of now, which have seen ``version`` training steps."""
+        for held, weight in zip(self.sampling_policy.parameters(), self.model.parameters(), strict=True):
+            held.copy_(weight)
+        self.sampling_version = version
+
     def predict_step(self, rollout: Rollout, batch_idx: int) -> TokenScores:
         """What the training policy says of a rollout's response tokens; nothing is learnt."""
         return self._score(rollout, self.plan(rollout))[0]
@@ -332,31 +368,32 @@ class GRPOModule(L.LightningModule):
 
     @torch.no_grad()
     def _score(self, rollout: Rollout, packs: list[list[Pack]]) -> tuple[TokenScores, Tensor]:
-        """What the policy says of the response tokens before the first update, in the update's micro-batches.
+        """What the policy that sampled them says of the response tokens, in the update's micro-batches.
 
         And the reference policy's log-probs; zeros where there is none.
         """
         logprobs, entropy, reference = torch.zeros_like(rollout.rollout_logprobs).expand(3, -1).clone()
         scores = TokenScores(logprobs, entropy, torch.zeros_like(rollout.rollout_ranks))
+        policy = self.model if self.sampling_policy is None else self.sampling_policy
         for batch in (batch for mini in packs for batch in mini):
-            with replayed(self.model, batch.experts), self._routing_watched(batch):
-                found = token_logprobs(self.model, batch, rollout.temperature, entropy=True, ranks=True)
+            with replayed(policy, batch.experts), self._routing_watched(policy, batch):
+                found = token_logprobs(policy, batch, rollout.temperature, entropy=True, ranks=True)
             for whole, part in zip(scores, found, strict=True):
                 whole[batch.index] = part
             if self.reference is not None:
                 reference[batch.index] = token_logprobs(self.reference, batch, rollout.temperature).logprobs
-        reshard(self.model)
+        reshard(policy)
         if self.reference is not None:
             reshard(self.reference)
         return scores, reference
 
     @contextmanager
-    def _routing_watched(self, batch: Pack) -> Iterator[None]:
+    def _routing_watched(self, policy: Any, batch: Pack) -> Iterator[None]:
         """Measure how many of the engine's experts the trainer's routers would have chosen, too."""
         if batch.experts is None:
             yield
             return
-        with recorded(self.model, len(batch.experts)) as own:
+        with recorded(policy, len(batch.experts)) as own:
             yield
         self.means.update({"train/routing_agreement": agreement(own, batch.experts)})
 
@@ -442,22 +479,27 @@ class GRPOModule(L.LightningModule):
         return norm
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the loss scale, if there is one."""
+        """Keep the loss scale, if there is one, and which weights the next rollout is sampled with."""
         if self.loss_scale:
             checkpoint["loss_scale"] = vars(self.loss_scale)
+        checkpoint["sampling_version"] = self.sampling_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with it."""
+        """Continue with them."""
         if self.loss_scale and "loss_scale" in checkpoint:
             self.loss_scale = LossScale(**checkpoint["loss_scale"])
+        self.sampling_version = checkpoint.get("sampling_version", 0)
 
     def _check_version(self, rollout: Rollout) -> None:
         step = self.trainer.fit_loop.total_batch_idx
-        if (rollout.weight_versions != step).any():
+        sampled_with = step if self.sampling_policy is None else self.sampling_version
+        if (rollout.weight_versions != sampled_with).any():
             log.warning(
-                "Stale weights: rollout %d was sampled with the weights of step %d. Is the WeightSync callback there?",
+                "Stale weights: rollout %d was sampled with the weights of step %d, and not of step %d. "
+                "Is the WeightSync callback there?",
                 step,
                 rollout.weight_versions.min(),
+                sampled_with,
             )
 
     # Evaluation of the deployed policy, and of the training policy if it is asked for
@@ -465,7 +507,7 @@ class GRPOModule(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Forget the last evaluation, and give the training policy's own engine its weights, if there is one."""
         self._results: dict[int, list[Evaluated]] = defaultdict(list)
-        datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = self._datamodule
         if datamodule.training_engine is not None:
             datamodule.training_engine.load_weights(
                 named_weights(self.model), self.trainer.fit_loop.total_batch_idx + 1
@@ -479,7 +521,7 @@ class GRPOModule(L.LightningModule):
         """Log what is measured on each benchmark, with intervals; with both policies, also how far they are apart."""
         phases.take()  # an evaluation is no part of a step
         stage = "test" if self.trainer.testing else "val"
-        datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        datamodule = self._datamodule
         datamodule.end_validation()
         metrics: dict[str, float] = {}
         for place, (benchmark, policy) in enumerate(datamodule.evaluations):
@@ -499,8 +541,7 @@ class GRPOModule(L.LightningModule):
 
     def _with_intervals(self, prefix: str, values: dict[str, Tensor]) -> dict[str, float]:
         """The means over the problems of all ranks, and the ends of their intervals."""
-        replicas, group = data_parallel_group(self.trainer.strategy)
-        means = ProblemMeans(*values, process_group=group, sync_on_compute=replicas > 1).to(self.device)
+        means = ProblemMeans(*values, sync_on_compute=self.trainer.world_size > 1).to(self.device)
         means.update({name: value.to(self.device) for name, value in values.items()})
         found: dict[str, float] = {}
         for name, (mean, low, high) in means.compute().items():
@@ -529,6 +570,7 @@ class GRPOModule(L.LightningModule):
                 "train/unscored_fraction": ~scored,
                 "train/response_length": rollout.response_lengths,
                 "train/truncated_fraction": rollout.truncated,
+                "train/weight_lag": self.trainer.fit_loop.total_batch_idx - rollout.weight_versions,
                 "train/discarded_per_group": torch.tensor(rollout.discarded_groups * rollout.group_size / len(rollout)),
                 "train/entropy": entropy[tokens],
                 "lagrangian/penalty_mean": penalty[tokens],
@@ -564,7 +606,7 @@ class GRPOModule(L.LightningModule):
         seconds = phases.take()
         self.log_dict({f"time/{name}_s": value for name, value in seconds.items()})
         response_tokens, prompt_tokens = self._tokens.tolist()
-        self.log("perf/rollout_tokens_per_s", response_tokens / max(seconds.get("rollout", 0.0), 1e-9))
+        self.log("perf/rollout_tokens_per_s", response_tokens / max(batch.seconds, 1e-9))
         self.log("perf/train_tokens_per_s", (response_tokens + prompt_tokens) / max(seconds["update"], 1e-9))
 
     def _sum(self, values: Tensor) -> Tensor:

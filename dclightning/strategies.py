@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dclightning.errors import UserError
+
+T = TypeVar("T")
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configs of transformers call the number of experts."""
@@ -149,6 +151,15 @@ def data_parallel_gather(strategy: Strategy | FabricStrategy, values: Tensor) ->
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded, group)
     return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)])
+
+
+def tensor_parallel_gather(strategy: Strategy, value: T) -> list[T]:
+    """What the ranks that share each layer have, in their order; the same list on all of them."""
+    if not isinstance(strategy, ParallelStrategy) or strategy.tensor_parallel_size == 1:
+        return [value]
+    found: list[Any] = [None] * strategy.tensor_parallel_size
+    dist.all_gather_object(found, value, strategy.device_mesh["tensor_parallel"].get_group())
+    return found
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

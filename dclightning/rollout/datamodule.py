@@ -2,8 +2,11 @@
 
 import logging
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -19,11 +22,13 @@ from dclightning.evaluation import Evaluated, compares_answers, evaluated
 from dclightning.models import load_tokenizer, longest_context, resolve_model
 from dclightning.rewards.math import MathReward
 from dclightning.rewards.scoring import OnError, Reward, Scorer, reward_name
+from dclightning.rollout.ahead import Ahead
 from dclightning.rollout.engine import RolloutEngine
 from dclightning.rollout.responses import encode_prompt, respond
+from dclightning.rollout.shares import Shares
 from dclightning.rollout.types import Rollout, Sampling
 from dclightning.seeds import derive_seed
-from dclightning.strategies import data_parallel_reduce
+from dclightning.strategies import tensor_parallel_gather
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +67,9 @@ class RolloutDataModule(L.LightningDataModule):
         max_prompt_tokens: Leave out problems to train on whose prompts are longer.
         training_engine: Samples responses to the validation problems from the training policy, too, such as
             ``TransformersEngine()``, so that the gap to the deployed one can be seen.
+        one_step_off: Whether the next rollout is drawn while the update runs. Each one is then sampled with the weights
+            before the last update; its discrepancy and its probability ratios are still those of the weights that
+            sampled it, of which the trainer keeps a copy.
         seed: Decides the order of the problems and every sampled token.
     """
 
@@ -87,6 +95,7 @@ class RolloutDataModule(L.LightningDataModule):
         chat_template_options: dict[str, Any] | None = None,
         max_prompt_tokens: int | None = None,
         training_engine: RolloutEngine | None = None,
+        one_step_off: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -136,7 +145,11 @@ class RolloutDataModule(L.LightningDataModule):
         self.chat_template_options = chat_template_options
         self.max_prompt_tokens = max_prompt_tokens
         self.training_engine = training_engine
+        self.one_step_off = one_step_off
         self.seed = seed
+        self.shares = Shares()
+        self.ahead = Ahead()
+        """The next rollout, if it is drawn already."""
         self._validation_stopped: RunStoppedError | None = None
         self.step = 0
         """Rollouts drawn so far: with the seed, all there is to know about where in the data the run stands."""
@@ -145,6 +158,16 @@ class RolloutDataModule(L.LightningDataModule):
         """Read the problems and start the engine."""
         trainer: Any = self.trainer
         model = trainer.lightning_module.model_name
+        spanned = getattr(self.engine, "tensor_parallel_size", 1)
+        shared = getattr(trainer.strategy, "tensor_parallel_size", 1)
+        self.shares = Shares(trainer.world_size, trainer.global_rank, shared, spanned)
+        if spanned > 1 and (self.dynamic_sampling or stage == "predict"):
+            what = "dynamic_sampling" if self.dynamic_sampling else "what is asked here"
+            raise UserError(f"engine tensor_parallel_size={spanned}: {what} needs an engine on each rank; set it to 1")
+        if self.one_step_off and getattr(self.engine, "sleep", False):
+            raise UserError(
+                "one_step_off=true: the engine draws while the update runs; set the engine's sleep to false"
+            )
         self.tokenizer = load_tokenizer(model)
         self.benchmarks: dict[str, list[Problem]] = {}
         self.samples: dict[str, int] = {}
@@ -165,10 +188,10 @@ class RolloutDataModule(L.LightningDataModule):
                 raise UserError(
                     f"prompts_per_step={self.prompts_per_step}: there are only {len(self.training_problems)} problems"
                 )
-            if self.prompts_per_step % self._replicas:
+            if self.prompts_per_step % (multiple := self.shares.prompts_multiple):
                 raise UserError(
-                    f"prompts_per_step={self.prompts_per_step}: must be a multiple of the {self._replicas} "
-                    "data-parallel ranks"
+                    f"prompts_per_step={self.prompts_per_step}: must be a multiple of {multiple}, so that ranks have "
+                    "equal shares"
                 )
             mini_batches, prompts = trainer.lightning_module.mini_batches, self.prompts_per_step // self._replicas
             if prompts % mini_batches:
@@ -227,27 +250,39 @@ class RolloutDataModule(L.LightningDataModule):
         return batch.to(device) if isinstance(batch, Rollout) else batch
 
     def next_rollout(self) -> Rollout:
-        """Draw this rank's share of the next training step's rollout."""
-        per_epoch = len(self.training_problems) // self.prompts_per_step
-        epoch, index = divmod(self.step, per_epoch)
-        order = torch.randperm(
-            len(self.training_problems), generator=torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
-        ).tolist()
-        chosen = order[index * self.prompts_per_step : (index + 1) * self.prompts_per_step]
-        share = len(chosen) // self._replicas
-        problems = [self.training_problems[i] for i in chosen[self.rank * share : (self.rank + 1) * share]]
-        seed = derive_seed(self.seed, "rollout", self.step, self.rank)
+        """This rank's share of the next training step's rollout."""
         stopped: RunStoppedError | None = None
         try:
-            rollout = self.draw(problems, self.sampling, self.group_size, seed)
-            if self.dynamic_sampling:
-                others = order[: index * self.prompts_per_step] + order[(index + 1) * self.prompts_per_step :]
-                rollout = self._redraw(rollout, others if len(others) >= self.prompts_per_step else order)
+            rollout = self.ahead.take() or self._drawn(self.step)
         except RunStoppedError as error:
             stopped = error
         self._stop_together(stopped)
         self.step += 1
-        return rollout
+        return self.shares.learnt(tensor_parallel_gather(self.trainer.strategy, rollout))  # type: ignore[union-attr]
+
+    def during_update(self, last: bool) -> None:
+        """What the engine does meanwhile: draw the next rollout, unless this is the last one, or make room."""
+        if not self.one_step_off:
+            self.engine.make_room()
+        elif not last:
+            self.ahead.begin(partial(self._drawn, self.step))
+
+    def _drawn(self, step: int) -> Rollout:
+        """What this rank's engine draws for a training step."""
+        start = time.perf_counter()
+        per_epoch = len(self.training_problems) // self.prompts_per_step
+        epoch, index = divmod(step, per_epoch)
+        order = torch.randperm(
+            len(self.training_problems), generator=torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
+        ).tolist()
+        chosen = order[index * self.prompts_per_step : (index + 1) * self.prompts_per_step]
+        problems = [self.training_problems[i] for i in self.shares.drawn(chosen)]
+        seed = derive_seed(self.seed, "rollout", step, self.shares.engine)
+        rollout = self.draw(problems, self.sampling, self.group_size, seed)
+        if self.dynamic_sampling:
+            others = order[: index * self.prompts_per_step] + order[(index + 1) * self.prompts_per_step :]
+            rollout = self._redraw(rollout, others if len(others) >= self.prompts_per_step else order, step)
+        return replace(rollout, seconds=time.perf_counter() - start)
 
     def end_validation(self) -> None:
         """Stop the run if a rank could not score its share of the validation problems."""
@@ -257,10 +292,10 @@ class RolloutDataModule(L.LightningDataModule):
     def _stop_together(self, stopped: RunStoppedError | None) -> None:
         """Raise on all ranks what one of them has met, or the others would wait for it for ever."""
         strategy: Any = self.trainer.strategy  # type: ignore[union-attr]
-        if data_parallel_reduce(strategy, torch.tensor(int(stopped is not None), device=strategy.root_device)):
+        if strategy.reduce_boolean_decision(stopped is not None, all=False):
             raise stopped or RunStoppedError("another rank has stopped the run")
 
-    def _redraw(self, rollout: Rollout, others: list[int]) -> Rollout:
+    def _redraw(self, rollout: Rollout, others: list[int], step: int) -> Rollout:
         """Replace groups of equal rewards by groups for other problems, drawn at random, until none is left."""
         size = self.group_size
         for attempt in range(self.dynamic_sampling + 1):
@@ -268,7 +303,7 @@ class RolloutDataModule(L.LightningDataModule):
             alike = (~differ).nonzero().flatten().tolist()
             if not alike or attempt == self.dynamic_sampling:
                 break
-            seed = derive_seed(self.seed, "redraw", self.step, attempt, self.rank)
+            seed = derive_seed(self.seed, "redraw", step, attempt, self.shares.engine)
             picks = random.Random(seed).sample(others, k=len(alike))
             fresh = self.draw([self.training_problems[i] for i in picks], self.sampling, size, seed)
             groups = list(range(len(differ)))
@@ -287,7 +322,7 @@ class RolloutDataModule(L.LightningDataModule):
         """Sample and score ``group_size`` responses to each problem."""
         prompts = [self.encode(problem) for problem in problems]
         completions, scores = respond(
-            self.engine, self.tokenizer, problems, prompts, self.scorer, sampling, group_size, seed
+            self.engine, self.tokenizer, problems, prompts, self.scorer, sampling, group_size, seed, self.ahead.told
         )
         return Rollout.of(prompts, completions, scores, sampling, group_size, self.engine.version)
 
@@ -306,6 +341,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Shut the engine down, and what the rewards have started."""
+        self.ahead.cancel()
         self.engine.close()
         if self.training_engine is not None:
             self.training_engine.close()
@@ -324,10 +360,11 @@ class RolloutDataModule(L.LightningDataModule):
             raise SIGTERMException
 
     def _benchmark_loader(self, name: str, policy: str) -> "RolloutLoader":
-        mine, samples = self.benchmarks[name][self.rank :: self._replicas], self.samples[name]
-        size = max(1, self.prompts_per_step * self.group_size // self._replicas // samples)
+        engines, place, samples = self.shares.engines, self.shares.engine, self.samples[name]
+        mine = self.benchmarks[name][place::engines]
+        size = max(1, self.prompts_per_step * self.group_size // engines // samples)
         # As many on each rank, if with nothing in them: ranks meet in between.
-        most = -(-len(self.benchmarks[name]) // self._replicas)
+        most = -(-len(self.benchmarks[name]) // engines)
         chunks = [mine[i : i + size] for i in range(0, most, size)]
         scorer = self.validation_scorer
 
@@ -335,12 +372,13 @@ class RolloutDataModule(L.LightningDataModule):
             engine: Any = self.engine if policy == "deployed" else self.training_engine
             for i, chunk in enumerate(chunks):
                 # The same seed each time: two evaluations differ by the policy, not by luck.
-                seed = derive_seed(self.seed, "validation", name, i, self.rank)
+                seed = derive_seed(self.seed, "validation", name, i, place)
                 prompts, sampling = [self.encode(problem) for problem in chunk], self.validation_sampling
                 try:
                     if chunk and self._validation_stopped is None:
                         found = respond(engine, self.tokenizer, chunk, prompts, scorer, sampling, samples, seed)
-                        yield evaluated(chunk, *found, scorer.rewards["validation"])
+                        results = evaluated(chunk, *found, scorer.rewards["validation"])
+                        yield results if self.shares.leads_engine else []  # each response counts once
                         continue
                 except RunStoppedError as error:  # other ranks have other problems; all stop when all are through
                     self._validation_stopped = error
@@ -377,18 +415,12 @@ class RolloutDataModule(L.LightningDataModule):
 
     @property
     def _replicas(self) -> int:
-        return self._sampler.get("num_replicas", 1)
+        return self.shares.ranks // self.shares.training_parallel
 
     @property
     def rank(self) -> int:
-        """This one among those that have data of their own."""
-        return self._sampler.get("rank", 0)
-
-    @property
-    def _sampler(self) -> dict[str, int]:
-        """The strategy's axis of ranks that hold different data."""
-        trainer: Any = self.trainer
-        return trainer.distributed_sampler_kwargs or {}
+        """This one among those that learn from data of their own."""
+        return self.shares.rank // self.shares.training_parallel
 
 
 class RolloutLoader:

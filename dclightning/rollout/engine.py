@@ -43,5 +43,8 @@ class RolloutEngine(Protocol):
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """The names of weights that the engine holds otherwise than given, as far as it can tell."""
 
+    def make_room(self) -> None:
+        """Free what memory can be freed until weights are loaded the next time; nothing is asked before."""
+
     def close(self) -> None:
         """Free what the engine holds; it can be started again."""

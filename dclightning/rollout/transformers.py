@@ -96,6 +96,9 @@ class TransformersEngine:
         named = dict(self._model.named_parameters())
         return [name for name, weight in weights if not torch.equal(named[name], weight.to(named[name]))]
 
+    def make_room(self) -> None:
+        """Nothing: the weights stay."""
+
     def close(self) -> None:
         """Free the model."""
         self._model = None

@@ -121,6 +121,8 @@ class Rollout:
     """Verdicts that failed."""
     discarded_groups: int = 0
     """Groups that were drawn for this rollout and thrown away, since all their rewards were equal."""
+    seconds: float = 0.0
+    """How long drawing and scoring took."""
 
     @classmethod
     def of(
@@ -213,6 +215,8 @@ class Rollout:
             reward_parts=parts,
             reward_timeouts=self.reward_timeouts + other.reward_timeouts,
             reward_errors=self.reward_errors + other.reward_errors,
+            discarded_groups=self.discarded_groups + other.discarded_groups,
+            seconds=max(self.seconds, other.seconds),
             **both,
         )
 

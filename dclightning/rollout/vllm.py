@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
@@ -44,7 +45,9 @@ class VLLMEngine:
         kv_cache_gib: Memory of the KV cache. By default 1 GiB on a CPU, and what ``gpu_memory_utilization`` leaves on a
             GPU.
         gpu_memory_utilization: Share of the GPU that vLLM may use, weights included.
-        tensor_parallel_size: GPUs that one engine spans. Only 1 can run at present.
+        tensor_parallel_size: Ranks that one engine spans; they draw the same responses. By default each rank has an
+            engine of its own.
+        sleep: Whether the engine gives its GPU memory to the trainer while the update runs.
         routing_replay: Whether the engine tells which experts of a mixture it chose, so that training uses the same
             (R3). GPU only.
         enforce_eager: Whether to run without CUDA graphs and torch.compile; by default so on a CPU only.
@@ -61,6 +64,7 @@ class VLLMEngine:
         kv_cache_gib: float | None = None,
         gpu_memory_utilization: float = 0.5,
         tensor_parallel_size: int = 1,
+        sleep: bool = False,
         routing_replay: bool = False,
         enforce_eager: bool | None = None,
         options: dict[str, Any] | None = None,
@@ -80,6 +84,7 @@ class VLLMEngine:
         self.kv_cache_gib = kv_cache_gib
         self.gpu_memory_utilization = gpu_memory_utilization
         self.tensor_parallel_size = tensor_parallel_size
+        self.sleep = sleep
         self.routing_replay = routing_replay
         self.enforce_eager = enforce_eager
         self.options = options or {}
@@ -87,6 +92,7 @@ class VLLMEngine:
         self._llm: Any = None
         self._owns_process_group = False
         self._takes_weights = True
+        self._asleep: set[str] = set()
 
     def start(self, model: str, max_length: int) -> None:
         """Load the model unless that is done; see :class:`~dclightning.rollout.engine.RolloutEngine`."""
@@ -134,6 +140,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        self._wake("kv_cache")
         # Nothing of an earlier call may matter: not the cache, not the random state. vLLM draws in this process from
         # torch's global generator.
         self._llm.reset_prefix_cache()
@@ -163,6 +170,7 @@ class VLLMEngine:
         parameters = SamplingParams(
             max_tokens=1, temperature=temperature, logprobs=-1, flat_logprobs=True, detokenize=False, seed=0
         )
+        self._wake("kv_cache")
         self._llm.reset_prefix_cache()
         vocabulary = self._llm.llm_engine.model_config.get_vocab_size()
         found = torch.full((len(contexts), vocabulary), -math.inf)
@@ -179,6 +187,7 @@ class VLLMEngine:
         if not self._takes_weights:
             name = self._llm.llm_engine.model_config.model
             raise UserError(f"model={name!r}: is quantised already; train the model that it was made from")
+        self._wake("weights")
         dtype = self._llm.llm_engine.model_config.dtype
         rounded = ((name, weight.to(dtype)) for name, weight in weights)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rounded})
@@ -186,7 +195,10 @@ class VLLMEngine:
         self.version = version
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """The names of vLLM's weights that are not the given ones; of quantised and repacked ones it cannot tell."""
+        """Names of vLLM's weights that are not the given ones; it cannot tell of quantised, repacked or split ones."""
+        if self.tensor_parallel_size > 1:
+            deque(weights, maxlen=0)  # gathering them takes all ranks
+            return []
         dtype = self._llm.llm_engine.model_config.dtype
         ((held, fused),) = self._llm.apply_model(partial(_checksums, dtype=dtype))
         sent = {name: _checksum(weight.to(dtype)) for name, weight in weights}
@@ -199,6 +211,17 @@ class VLLMEngine:
                 differing += [name] if checksum != sum(sent[part] for part in parts) else []
         log.log(logging.DEBUG if compared else logging.WARNING, "%d of vLLM's weights can be compared", compared)
         return differing
+
+    def make_room(self) -> None:
+        """Let go of weights, which the next sync brings, and of the KV cache, if ``sleep`` says so."""
+        if self.sleep and not self._asleep and torch.cuda.is_available():
+            self._llm.sleep(level=2)
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up(tags=[part])
+            self._asleep.remove(part)
 
     def close(self) -> None:
         """Shut vLLM down and free its memory."""
@@ -216,11 +239,6 @@ class VLLMEngine:
 
         cpu = current_platform.is_cpu()
         config = from_pretrained(AutoConfig, model)
-        if self.tensor_parallel_size > 1:
-            raise UserError(
-                f"engine tensor_parallel_size={self.tensor_parallel_size}: only 1 can run in this version, "
-                "one engine beside each rank"
-            )
         if cpu and self.kv_cache_dtype not in ("auto", self.dtype):
             raise UserError(
                 f"engine kv_cache_dtype={self.kv_cache_dtype!r}: on a CPU it must be auto; vLLM has no kernels for it, "
@@ -244,7 +262,9 @@ class VLLMEngine:
             "disable_log_stats": True,
             **({"enable_return_routed_experts": True} if self.routing_replay else {}),
             "use_tqdm_on_load": False,
-            **({} if cpu else {"gpu_memory_utilization": self.gpu_memory_utilization, **_beside_ranks()}),
+            "tensor_parallel_size": self.tensor_parallel_size,
+            **_beside_ranks(),
+            **({} if cpu else {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}),
             **({} if memory is None else {"kv_cache_memory_bytes": int(memory * 2**30)}),
             **self.options,
         }
@@ -283,11 +303,12 @@ class VLLMEngine:
 
 
 def _beside_ranks() -> dict[str, Any]:
-    """On several GPUs each rank has an engine on its own; vLLM finds the device from the launcher's environment."""
+    """Engines of ranks, or of groups of them: vLLM joins the trainer's processes, instead of starting some."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
-    os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
-    os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device()))
+    rank = torch.distributed.get_rank()
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("LOCAL_RANK", str(torch.cuda.current_device() if torch.cuda.is_available() else rank))
     return {"distributed_executor_backend": "external_launcher"}
 
 
