@@ -22,6 +22,7 @@ from dclightning import (
     TokenTIS,
     TransformersEngine,
     Veto,
+    VLLMEngine,
 )
 from dclightning.callbacks import AdaptiveBudget, LagrangianCallback, RolloutCheckpoint, TailPenalty, WeightSync
 from dclightning.models import named_weights
@@ -75,13 +76,14 @@ class Steps(L.Callback):
     """What each step logged, and what it was asked."""
 
     def __init__(self):
-        self.rows, self.prompts = [], []
+        self.rows, self.prompts, self.responses = [], [], []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         metrics = trainer.callback_metrics
         logged = {n: float(v) for n, v in metrics.items() if not n.startswith(("time/", "perf/"))}
         self.rows.append({n: v for n, v in logged.items() if v == v})  # NaN says that there is no value
         self.prompts.append([prompt.tolist() for prompt, _ in batch.sequences()])
+        self.responses.append([response.tolist() for _, response in batch.sequences()])
 
 
 def given() -> list:
@@ -95,22 +97,35 @@ def strategy(name: str, options: dict):
     return ParallelStrategy(**options) if name == "parallel" else name
 
 
-def train(folder, name, model=TINY, kind="auto", layout=None, method="plain", epochs=1, ckpt_path=None, sampled=False):
-    """One training on rollouts that are given, or sampled by transformers; its results go into a file for each rank."""
+def train(
+    folder,
+    name,
+    model=TINY,
+    kind="auto",
+    layout=None,
+    method="plain",
+    epochs=1,
+    ckpt_path=None,
+    engine=None,
+    problems="dclightning/arithmetic-train",
+    one_step_off=False,
+):
+    """One training on rollouts that are given, or sampled; its results go into a file for each rank."""
     multiplier, steps = LagrangianCallback(initial=0.5, lr=0.1, budget=0.1), Steps()
     callbacks = [multiplier, *([AdaptiveBudget(warmup=1), TailPenalty(0.5)] if method == "everything" else [])]
     options = EVERYTHING if method == "everything" else {}
     module = GRPOModule(
         model, optimizer=AdamW(lr=1e-3, eps=1e-8, max_grad_norm=0.5), mini_batches=1, micro_batch_tokens=60, **options
     )
-    data = Shares(given())
-    if sampled:
-        data = RolloutDataModule(
-            "dclightning/arithmetic-train",
-            TransformersEngine(),
+    datamodule = Shares(given())
+    if engine is not None:
+        datamodule = RolloutDataModule(
+            problems,
+            TransformersEngine() if engine == "transformers" else VLLMEngine(kv_cache_gib=0.0625, **engine),
             prompts_per_step=4,
             group_size=2,
-            sampling=Sampling(max_tokens=4),
+            sampling=Sampling(max_tokens=8),
+            one_step_off=one_step_off,
         )
         callbacks.append(WeightSync())
     trainer = quiet_trainer(
@@ -123,10 +138,11 @@ def train(folder, name, model=TINY, kind="auto", layout=None, method="plain", ep
         use_distributed_sampler=False,
         enable_checkpointing=True,
     )
-    trainer.fit(module, data, ckpt_path=ckpt_path)
+    trainer.fit(module, datamodule, ckpt_path=ckpt_path)
     found = {
         "rows": steps.rows,
         "prompts": steps.prompts,
+        "responses": steps.responses,
         "history": [*multiplier.history, multiplier.multiplier],
         "weights": {n: w.clone() for n, w in named_weights(module.model)},
     }

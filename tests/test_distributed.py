@@ -52,7 +52,7 @@ def one(folder, models):
         case("fsdp of one", dense, "parallel"),
         case("fsdp of one, whole", dense, "parallel", epochs=2),
         case("fsdp of one, resumed", dense, "parallel", epochs=2, ckpt_path=last(folder, "fsdp of one")),
-        case("order", ranks.TINY, sampled=True, epochs=2),
+        case("order", ranks.TINY, engine="transformers", epochs=2),
     ]
     return ranks.run(folder, 1, cases)
 
@@ -87,7 +87,7 @@ def two(folder, models):
         case("everything: tp", dense, "parallel", tp=2, method="everything"),
         case("fsdp, whole", dense, "parallel", epochs=2),
         case("fsdp, resumed", dense, "parallel", epochs=2, ckpt_path=last(folder, "fsdp")),
-        case("order on 2", ranks.TINY, "parallel", sampled=True),
+        case("order on 2", ranks.TINY, "parallel", engine="transformers"),
     ]
     return ranks.run(folder, 2, cases)
 
@@ -122,7 +122,9 @@ def four(folder, models, two):
             case(name, dense, "parallel", tp=tp, epochs=2, ckpt_path=last(folder, source))
             for name, (source, tp) in RESUMED.items()
         ),
-        case("order on 4", ranks.TINY, "parallel", sampled=True, epochs=2, ckpt_path=last(folder, "order on 2")),
+        case(
+            "order on 4", ranks.TINY, "parallel", engine="transformers", epochs=2, ckpt_path=last(folder, "order on 2")
+        ),
     ]
     return ranks.run(folder, 4, cases)
 
@@ -135,7 +137,9 @@ def resumed_on_one(folder, models, two):
             case(f"{name}, on 1", dense, "parallel", epochs=2, ckpt_path=last(folder, source))
             for name, (source, _) in RESUMED.items()
         ),
-        case("order on 1", ranks.TINY, "parallel", sampled=True, epochs=2, ckpt_path=last(folder, "order on 2")),
+        case(
+            "order on 1", ranks.TINY, "parallel", engine="transformers", epochs=2, ckpt_path=last(folder, "order on 2")
+        ),
     ]
     (folder / "one").mkdir()
     return ranks.run(folder, 1, cases)
@@ -156,6 +160,32 @@ def check_weights(found, want):
     for rank in found:
         for name, weight in want["weights"].items():
             torch.testing.assert_close(rank["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    """Two ranks that sample with vLLM, in the trainer's own processes."""
+    problems, fp32 = str(folder / "one.jsonl"), {"dtype": "float32"}
+    Path(problems).write_text('{"problem": "3 + 4 =", "answer": "7"}\n' * 4)
+    cases = [
+        case("one prompt", ranks.TINY, "ddp", engine=fp32, problems=problems, epochs=2),
+        case("one prompt, again", ranks.TINY, "ddp", engine=fp32, problems=problems, epochs=2),
+        case("fsdp with engines", ranks.TINY, "parallel", engine=fp32),
+        case("tp with engines", ranks.TINY, "parallel", tp=2, engine=fp32),
+        case("one step off", ranks.TINY, "parallel", engine=fp32, one_step_off=True, epochs=2),
+    ]
+    return ranks.run(folder, 2, cases)
+
+
+@pytest.fixture(scope="module")
+def spanned(folder):
+    """Two ranks that share one engine."""
+    engine = {"dtype": "float32", "tensor_parallel_size": 2}
+    cases = [
+        case("fsdp with one engine", ranks.TINY, "parallel", engine=engine),
+        case("tp with one engine", ranks.TINY, "parallel", tp=2, engine=engine),
+    ]
+    return ranks.run(folder, 2, cases)
 
 
 @pytest.mark.parametrize(("name", "alone"), TWO.items())
@@ -202,6 +232,39 @@ def test_with_other_ranks_the_order_of_the_problems_goes_on(one, two, four, resu
     assert asked(two["order on 2"]) == whole[:4]
     assert asked(resumed_on_one["order on 1"] if count == 1 else four["order on 4"]) == whole[4:]
     assert whole[4:] != whole[:4]
+
+
+def test_engines_beside_ranks_draw_different_responses_and_the_same_ones_again(engines):
+    first, second = engines["one prompt"]
+    prompts = [prompt for step in first["prompts"] + second["prompts"] for prompt in step]
+    assert len(prompts) == 16
+    assert all(prompt == prompts[0] for prompt in prompts)
+    assert first["responses"][0] != second["responses"][0]
+    assert first["responses"][0] != first["responses"][1]
+    for rank, again in zip(engines["one prompt"], engines["one prompt, again"], strict=True):
+        assert rank["responses"] == again["responses"]
+        assert rank["rows"] == again["rows"]
+
+
+ENGINES = ["fsdp with engines", "tp with engines", "one step off", "fsdp with one engine", "tp with one engine"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_of_ranks_sample_with_the_weights_of_the_trainer(engines, spanned, name):
+    found = {**engines, **spanned}[name]
+    assert len(found[0]["rows"]) >= 4
+    for rank in found:
+        assert rank["rows"] == found[0]["rows"]
+        assert rank["history"] == found[0]["history"]
+        lags = [row["train/weight_lag"] for row in rank["rows"]]
+        assert max(row["train/grad_norm"] for row in rank["rows"]) > 1e-3
+        assert lags == [0.0, *[1.0 if name == "one step off" else 0.0] * (len(lags) - 1)]
+        for row in rank["rows"]:
+            assert row["discrepancy/sequence_mean"] < 1e-5  # both policies compute in FP32
+    first, second = found
+    together = name.startswith("tp")  # then they learn from the same
+    assert (first["responses"] == second["responses"]) == together
+    assert [len(step) for step in first["responses"]] == [8 if together else 4] * len(lags)
 
 
 STOPPING = """

@@ -1,5 +1,6 @@
 """The vLLM engine, in the trainer's own process: one class for CPU and GPU."""
 
+import gc
 import logging
 import math
 import os
@@ -227,12 +228,19 @@ class VLLMEngine:
         """Shut vLLM down and free its memory."""
         if self._llm is None:
             return
-        self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
-        if self._owns_process_group:
-            from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.v1.engine import core
 
-            cleanup_dist_env_and_memory()
+        clean_up = core.cleanup_dist_env_and_memory
+        if not self._owns_process_group:  # which outlives the engine, and vLLM would destroy
+            core.cleanup_dist_env_and_memory = lambda: None
+        try:
+            self._llm.llm_engine.engine_core.shutdown()
+        finally:
+            core.cleanup_dist_env_and_memory = clean_up
+        self._llm = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _arguments(self, model: str, max_length: int) -> dict[str, Any]:
         from vllm.platforms import current_platform
