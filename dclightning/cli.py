@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -16,6 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dclightning.calibrate import Calibration, calibrate, show, write
 from dclightning.callbacks import (
@@ -208,9 +210,12 @@ class DCLightningCLI(LightningCLI):
     def _run(self, stage: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return stage(*args, **kwargs)
-        except (ValueError, OSError, MisconfigurationException) as error:
+        except (ValueError, OSError, RuntimeError, MisconfigurationException, CheckpointException) as error:
             log.debug("Failed", exc_info=True)
-            if isinstance(error, UserError) or self.trainer.fit_loop.total_batch_idx < 0:
+            begun = self.trainer.fit_loop.total_batch_idx >= 0
+            if (reason := _unfit_checkpoint(error)) and not begun:
+                raise UserError(reason) from error
+            if isinstance(error, UserError) or not (begun or isinstance(error, RuntimeError | CheckpointException)):
                 raise UserError(one_line(error)) from error
             raise
         except SIGTERMException:
@@ -241,6 +246,21 @@ def main(arguments: list[str]) -> None:
         DCLightningCLI(arguments, chatter)
     except ArgumentError as error:
         raise UserError(one_line(error).replace('"<unicode string>"', _broken_config(arguments))) from error
+
+
+def _unfit_checkpoint(error: BaseException) -> str | None:
+    """Why a checkpoint cannot be resumed from, if that is what an error says."""
+    if isinstance(error, IsADirectoryError) and (Path(error.filename) / "meta.pt").exists():
+        return (
+            f"ckpt_path={str(error.filename)!r}: is in parts, one for each rank; resume it with a strategy of "
+            "dclightning.ParallelStrategy, on any number of ranks"
+        )
+    line = one_line(error)
+    if not re.search("Missing key|loading state_dict", line):
+        return None
+    if "sampling_policy" in line:
+        return "one_step_off: must be what the checkpoint was saved with"
+    return f"ckpt_path: the checkpoint is of another model: {line[:200]}"
 
 
 class _SaveConfig(SaveConfigCallback):

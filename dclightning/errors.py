@@ -24,7 +24,7 @@ def check_type(field: str, value: object, kind: type) -> None:
         raise TypeError(f"{field}={value!r}: must be a {kind.__name__}, such as those of dclightning")
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """What an error says, without what only the parser's authors need."""
     message = " ".join(str(error).split())
     message = re.sub(r"Type collections\.abc\.Callable\S*.*? expects a function or a callable class: ", "", message)

@@ -83,7 +83,9 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
     if model is None:
         raise UserError(f"model: there is no {config} to say what was trained; name it")
     policy = from_pretrained(AutoModelForCausalLM, model, dtype=torch.float32)
-    weights = {name.removeprefix("model."): weight for name, weight in state["state_dict"].items()}
+    weights = {
+        name.removeprefix("model."): weight for name, weight in state["state_dict"].items() if name.startswith("model.")
+    }
     try:
         policy.load_state_dict(weights)
     except RuntimeError as error:

@@ -15,9 +15,10 @@ from dclightning.callbacks import RolloutCheckpoint
 from dclightning.errors import UserError
 from dclightning.export import export
 from dclightning.models import load_tokenizer, named_weights
+from tests import ranks
 from tests.helpers import TINY
-from tests.test_distributed import model, run  # noqa: F401
 from tests.test_fit import fit
+from tests.test_models import FAMILIES, saved
 
 pytestmark = pytest.mark.slow
 
@@ -67,13 +68,25 @@ def test_the_card_says_how_it_was_trained(trained, tmp_path):
     assert re.search(r"\| arithmetic \| deployed \| avg@2 \| [\d.]+ \| 2 \|", card)
 
 
-def test_a_checkpoint_in_parts_is_put_together(tmp_path, model):  # noqa: F811
-    ranks = run(tmp_path, model, "fsdp2", 2)
-    last = tmp_path / "fsdp22-1.pt.run" / "checkpoints" / "last.ckpt"
-    assert last.is_dir()
-    export(last, tmp_path / "out", model=model, dtype="float32")
-    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
-    assert all(torch.equal(loaded[name], weight) for name, weight in ranks[0]["weights"].items())
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("model"), FAMILIES["qwen3"]())
+
+
+def test_checkpoints_of_several_ranks_are_put_together(tmp_path, model):
+    options = {"model": model, "kind": "parallel"}
+    cases = [
+        {"name": "parts", **options},
+        {"name": "whole", "layout": {"save_distributed_checkpoint": False}, **options},
+        {"name": "behind", "engine": "transformers", "one_step_off": True, "kind": "parallel"},
+    ]
+    for name, (rank, _) in ranks.run(tmp_path, 2, cases).items():
+        last = tmp_path / name / "checkpoints" / "last.ckpt"
+        assert last.is_dir() == (name != "whole")
+        export(last, tmp_path / f"{name} out", model=TINY if name == "behind" else model, dtype="float32")
+        loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} out").named_parameters())
+        assert loaded.keys() == rank["weights"].keys()
+        assert all(torch.equal(loaded[name], weight) for name, weight in rank["weights"].items())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +99,7 @@ def test_a_checkpoint_in_parts_is_put_together(tmp_path, model):  # noqa: F811
         ({"model": "OTHER"}, "is not what .* is a checkpoint of"),
     ],
 )
-def test_what_cannot_be_exported_is_said(trained, tmp_path, model, arguments, message):  # noqa: F811
+def test_what_cannot_be_exported_is_said(trained, tmp_path, model, arguments, message):
     from pathlib import Path
 
     options = {"checkpoint": trained[0], "output": tmp_path / "out"}
