@@ -16,13 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(TORCH_COMPILE_DISABLE="1", VLLM_CONFIGURE_LOGGING="0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 import lightning as L
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from models import mixture
 
 from dclightning import GRPOModule, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.calibrate import calibrate
 from dclightning.callbacks import WeightSync
-from dclightning.models import load_tokenizer, resolve_model
+from dclightning.models import resolve_model
 
 TINY = "dclightning/tiny-arithmetic"
 ENGINES = {
@@ -37,27 +36,6 @@ ENGINES = {
     },
 }
 TRAINERS = ("float32", "bfloat16", "float16")
-
-
-def mixture(folder: str) -> str:
-    """A random mixture of experts with the bundled tokenizer; its weights are large, so that it is sure of tokens."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    experts = {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    tokenizer = load_tokenizer(TINY)
-    config = Qwen3MoeConfig(
-        **sizes,
-        **heads,
-        **experts,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.2,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def measure(model: str, options: dict, precision: str) -> dict:

@@ -1,0 +1,29 @@
+"""Models that benchmarks make."""
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from dclightning.models import load_tokenizer
+
+TINY = "dclightning/tiny-arithmetic"
+
+
+def mixture(folder: str) -> str:
+    """A random mixture of experts with the bundled tokenizer; its weights are large, so that it is sure of tokens."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    tokenizer = load_tokenizer(TINY)
+    config = Qwen3MoeConfig(
+        **sizes,
+        **heads,
+        **experts,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
