@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from dclightning.errors import UserError, check_choice
 from dclightning.models import from_pretrained, has_experts
 from dclightning.rollout.engine import Finished
 from dclightning.rollout.types import Completion, Sampling
+from dclightning.rollout.vllm_weights import checksum, checksums, differing, make_fp8_fast_on_cpu, repack_for_cpu
 
 Quantization = Literal["none", "fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "int8", "int4", "mxfp4", "nvfp4"]
 ONLINE = ("fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4")
@@ -99,7 +100,7 @@ class VLLMEngine:
         """Load the model unless that is done; see :class:`~dclightning.rollout.engine.RolloutEngine`."""
         if self._llm is not None:
             return
-        arguments = self._arguments(model, max_length)
+        arguments = self.arguments(model, max_length)
         self._owns_process_group = not torch.distributed.is_initialized()
         # In this process: half a minute faster to start, and weights are handed over by reference.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -113,7 +114,7 @@ class VLLMEngine:
                 reason = " ".join(str(error).split())
                 raise UserError(f"vLLM cannot serve model={model!r} with {self._described()}: {reason}") from error
         if self._llm.llm_engine.vllm_config.device_config.device_type == "cpu":
-            self._llm.apply_model(_make_fp8_fast_on_cpu)
+            self._llm.apply_model(make_fp8_fast_on_cpu)
         self.version = 0
 
     def generate(
@@ -155,7 +156,7 @@ class VLLMEngine:
                 while engine.has_unfinished_requests():
                     for request in engine.step():
                         place = int(request.request_id)
-                        groups[place] = [_completion(output, f"{place}.{output.index}") for output in request.outputs]
+                        groups[place] = [completion(output, f"{place}.{output.index}") for output in request.outputs]
                         if finished is not None:
                             finished(place, groups[place])
             except BaseException:  # or the next call would be given what is left of this one
@@ -192,7 +193,7 @@ class VLLMEngine:
         dtype = self._llm.llm_engine.model_config.dtype
         rounded = ((name, weight.to(dtype)) for name, weight in weights)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": rounded})
-        self._llm.apply_model(_repack_for_cpu)
+        self._llm.apply_model(repack_for_cpu)
         self.version = version
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -201,17 +202,8 @@ class VLLMEngine:
             deque(weights, maxlen=0)  # gathering them takes all ranks
             return []
         dtype = self._llm.llm_engine.model_config.dtype
-        ((held, fused),) = self._llm.apply_model(partial(_checksums, dtype=dtype))
-        sent = {name: _checksum(weight.to(dtype)) for name, weight in weights}
-        differing, compared = [], 0
-        for name, checksum in held.items():
-            module = name.split(".")[-2]
-            parts = [name.replace(f".{module}.", f".{part}.") for part in fused.get(module, [module])]
-            if all(part in sent for part in parts):
-                compared += 1
-                differing += [name] if checksum != sum(sent[part] for part in parts) else []
-        log.log(logging.DEBUG if compared else logging.WARNING, "%d of vLLM's weights can be compared", compared)
-        return differing
+        ((held, fused),) = self._llm.apply_model(partial(checksums, dtype=dtype))
+        return differing(held, fused, {name: checksum(weight.to(dtype)) for name, weight in weights})
 
     def make_room(self) -> None:
         """Let go of weights, which the next sync brings, and of the KV cache, if ``sleep`` says so."""
@@ -242,7 +234,8 @@ class VLLMEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _arguments(self, model: str, max_length: int) -> dict[str, Any]:
+    def arguments(self, model: str, max_length: int) -> dict[str, Any]:
+        """vLLM's own arguments for these settings; see :meth:`start`."""
         from vllm.platforms import current_platform
 
         cpu = current_platform.is_cpu()
@@ -325,43 +318,8 @@ def _random_state_kept() -> Any:
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
-def _checksums(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """Of each weight that is as it was loaded, and which modules are several of the checkpoint's in one."""
-    from dclightning.rollout.simulated import SimulatedExperts, SimulatedLinear
-
-    held = {}
-    for path, module in model.named_modules():
-        if not isinstance(getattr(module, "quant_method", None), SimulatedLinear | SimulatedExperts):
-            for name, weight in module.named_parameters(recurse=False):
-                if weight.numel() and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
-                    held[f"{path}.{name}"] = _checksum(weight.to(dtype))  # some stay FP32 in an engine of 16 bits
-    return held, getattr(model, "packed_modules_mapping", {})
-
-
-def _checksum(weight: Tensor) -> int:
-    """The sum of the numbers' bits: neither order nor zeros beside them matter, so that parts add up to a whole."""
-    bits = torch.int32 if weight.element_size() == 4 else torch.int16
-    return int(weight.detach().contiguous().view(bits).sum(dtype=torch.int64))
-
-
-def _make_fp8_fast_on_cpu(model: nn.Module) -> None:
-    """Keep torch from handing FP8 products to oneDNN: with AMX, but without its FP8, that is 500 times slower."""
-
-    def product(apply: Any, **arguments: Any) -> Any:
-        onednn: Any = torch.backends.mkldnn
-        before, onednn.enabled = onednn.enabled, False
-        try:
-            return apply(**arguments)
-        finally:
-            onednn.enabled = before
-
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "fp8_linear", None)
-        if kernel is not None:
-            kernel.apply_scaled_mm = partial(product, kernel.apply_scaled_mm)
-
-
-def _completion(output: Any, sample: str) -> Completion:
+def completion(output: Any, sample: str) -> Completion:
+    """One of the outputs of a request to vLLM; ``sample`` names it where it is wrong."""
     token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
     if len(logprobs) != len(token_ids):
         raise RuntimeError(f"sample {sample}: vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens")
@@ -375,19 +333,3 @@ def _completion(output: Any, sample: str) -> Completion:
         ranks=list(output.logprobs.ranks),
         experts=None if output.routed_experts is None else torch.from_numpy(output.routed_experts.astype(np.int16)),
     )
-
-
-def _repack_for_cpu(model: nn.Module) -> None:
-    """Rebuild what vLLM's CPU kernels keep beside the weights and its reload leaves stale, silently."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):  # a head tied to the embedding
-            module.quant_method.process_weights_after_loading(module)
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and isinstance(module.quant_method, UnquantizedFusedMoEMethod):
-            kernel.fused_experts.process_weights_after_loading(module)

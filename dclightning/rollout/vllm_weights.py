@@ -1,0 +1,75 @@
+"""What a change of weights needs inside vLLM: checksums, and the copies that its CPU kernels keep."""
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+
+def checksums(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """Of each weight that is as it was loaded, and which modules are several of the checkpoint's in one."""
+    from dclightning.rollout.simulated import SimulatedExperts, SimulatedLinear
+
+    held = {}
+    for path, module in model.named_modules():
+        if not isinstance(getattr(module, "quant_method", None), SimulatedLinear | SimulatedExperts):
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.numel() and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                    held[f"{path}.{name}"] = checksum(weight.to(dtype))  # some stay FP32 in an engine of 16 bits
+    return held, getattr(model, "packed_modules_mapping", {})
+
+
+def checksum(weight: Tensor) -> int:
+    """The sum of the numbers' bits: neither order nor zeros beside them matter, so that parts add up to a whole."""
+    bits = torch.int32 if weight.element_size() == 4 else torch.int16
+    return int(weight.detach().contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def differing(held: dict[str, int], fused: dict[str, list[str]], sent: dict[str, int]) -> list[str]:
+    """The names of vLLM's weights that are not the sent ones, by what :func:`checksums` says and theirs."""
+    found, compared = [], 0
+    for name, total in held.items():
+        module = name.split(".")[-2]
+        parts = [name.replace(f".{module}.", f".{part}.") for part in fused.get(module, [module])]
+        if all(part in sent for part in parts):
+            compared += 1
+            found += [name] if total != sum(sent[part] for part in parts) else []
+    log.log(logging.DEBUG if compared else logging.WARNING, "%d of vLLM's weights can be compared", compared)
+    return found
+
+
+def make_fp8_fast_on_cpu(model: nn.Module) -> None:
+    """Keep torch from handing FP8 products to oneDNN: with AMX, but without its FP8, that is 500 times slower."""
+
+    def product(apply: Any, **arguments: Any) -> Any:
+        onednn: Any = torch.backends.mkldnn
+        before, onednn.enabled = onednn.enabled, False
+        try:
+            return apply(**arguments)
+        finally:
+            onednn.enabled = before
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "fp8_linear", None)
+        if kernel is not None:
+            kernel.apply_scaled_mm = partial(product, kernel.apply_scaled_mm)
+
+
+def repack_for_cpu(model: nn.Module) -> None:
+    """Rebuild what vLLM's CPU kernels keep beside the weights and its reload leaves stale, silently."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):  # a head tied to the embedding
+            module.quant_method.process_weights_after_loading(module)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+            kernel.fused_experts.process_weights_after_loading(module)
