@@ -1,7 +1,7 @@
 """What a change of weights needs inside vLLM: checksums, and the copies that its CPU kernels keep."""
 
 import logging
-from functools import partial
+import math
 from typing import Any
 
 import torch
@@ -43,20 +43,19 @@ def differing(held: dict[str, int], fused: dict[str, list[str]], sent: dict[str,
 
 
 def make_fp8_fast_on_cpu(model: nn.Module) -> None:
-    """Keep torch from handing FP8 products to oneDNN: with AMX, but without its FP8, that is 500 times slower."""
-
-    def product(apply: Any, **arguments: Any) -> Any:
-        onednn: Any = torch.backends.mkldnn
-        before, onednn.enabled = onednn.enabled, False
-        try:
-            return apply(**arguments)
-        finally:
-            onednn.enabled = before
-
+    """Take FP8 products away from oneDNN: on CPUs with AMX, but without its FP8, that is 500 times slower."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "fp8_linear", None)
         if kernel is not None:
-            kernel.apply_scaled_mm = partial(product, kernel.apply_scaled_mm)
+            kernel.apply_scaled_mm = _fp8_product
+
+
+def _fp8_product(**given: Any) -> Tensor:
+    """FP8 numbers multiplied in FP32, where their products are exact, with a scale for each row and column."""
+    shape, bias = given["output_shape"], given["bias"]
+    tokens = math.prod(shape[:-1])
+    output = given["A"][:tokens].float() @ given["B"].float() * given["As"][:tokens] * given["Bs"].t()
+    return (output if bias is None else output + bias).to(given["out_dtype"]).view(shape)  # type: ignore[no-any-return]
 
 
 def repack_for_cpu(model: nn.Module) -> None:
