@@ -10,6 +10,7 @@ COMMANDS = {
     "validate": ("dclightning.cli", "evaluate the deployed policy on the validation problems"),
     "test": ("dclightning.cli", "the same, under the test names"),
     "doctor": ("dclightning.doctor", "say what is wrong with an installation or a run, and what to do"),
+    "plan": ("dclightning.plan", "estimate memory and time from a run's config, before there is a GPU"),
     "calibrate": ("dclightning.cli", "measure the discrepancy before a run, and propose a budget"),
     "inspect": ("dclightning.inspection", "write a page of responses coloured by their discrepancy"),
     "evaluate": ("dclightning.evaluate", "measure policies on benchmarks, as they are deployed"),

@@ -90,7 +90,7 @@ class RunTrainer(Trainer):
 class DCLightningCLI(LightningCLI):
     """Lightning's CLI with one seed, ``--ckpt_path last`` across runs, and a log file in the run's folder."""
 
-    def __init__(self, arguments: list[str], chatter: MemoryHandler) -> None:
+    def __init__(self, arguments: list[str], chatter: MemoryHandler, trainer_class: type[Trainer] = RunTrainer) -> None:
         self.chatter = chatter
         self.command = arguments[0]
         quiet = {"exit_on_error": False}
@@ -98,7 +98,7 @@ class DCLightningCLI(LightningCLI):
             GRPOModule,
             RolloutDataModule,
             args=arguments,
-            trainer_class=RunTrainer,
+            trainer_class=trainer_class,
             save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,

@@ -113,12 +113,17 @@ def load_policy(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
+    add_logprobs(model, precision)
+    return model
+
+
+def add_logprobs(model: Any, precision: Precision) -> None:
+    """Give a model of transformers the methods behind :func:`token_logprobs` and :func:`distributions`."""
     model.compute_dtype = getattr(torch, precision)
     for method in (_token_logprobs, _distributions):
         name = method.__name__.removeprefix("_")
         setattr(model, name, MethodType(method, model))
         register_fsdp_forward_method(model, name)
-    return model
 
 
 def token_logprobs(
