@@ -47,14 +47,15 @@ class Evaluations(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write it."""
         results, self._results = self._results, defaultdict(list)
-        if trainer.state.fn != "fit" or trainer.log_dir is None or not results:
+        folder = trainer.log_dir  # which all ranks must ask for
+        if trainer.state.fn != "fit" or folder is None or not results:
             return
         rollouts = trainer.fit_loop.total_batch_idx + 1
-        folder = Path(trainer.log_dir) / "evaluations" / f"{rollouts:06}"
-        folder.mkdir(parents=True, exist_ok=True)
+        of_rollout = Path(folder) / "evaluations" / f"{rollouts:06}"
+        of_rollout.mkdir(parents=True, exist_ok=True)
         rank = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
         for (benchmark, policy), some in results.items():
-            with (folder / f"{benchmark}-{policy}{rank}.jsonl").open("wb") as file:
+            with (of_rollout / f"{benchmark}-{policy}{rank}.jsonl").open("wb") as file:
                 file.writelines(map(to_line, some))
             for logger in trainer.loggers if self.samples and trainer.is_global_zero else []:
                 if isinstance(logger, TensorBoardLogger):

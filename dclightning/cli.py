@@ -159,7 +159,9 @@ class DCLightningCLI(LightningCLI):
             super().instantiate_classes()
         except (ValueError, TypeError, OSError, ImportError, RuntimeError, MisconfigurationException) as error:
             raise UserError(one_line(error)) from error
-        _write_log(self.chatter, self.trainer.log_dir if self.subcommand == "fit" else None)
+        # Where the run is, only rank 0 can tell yet: the others would each find another folder.
+        has_log = self.subcommand == "fit" and self.trainer.is_global_zero
+        _write_log(self.chatter, self.trainer.log_dir if has_log else None)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         """Put the callbacks of every run around those that the config lists, save those that it lists or turns off.
@@ -235,8 +237,9 @@ class DCLightningCLI(LightningCLI):
         """Say where everything is."""
         if self.trainer.is_global_zero and "train/loss" not in self.trainer.callback_metrics:
             print("Nothing was left to train; a larger --trainer.max_epochs continues the run")
-        if self.trainer.is_global_zero and self.trainer.log_dir:
-            print(f"The run is in {os.path.relpath(self.trainer.log_dir)}")
+        folder = self.trainer.log_dir  # which all ranks must ask for
+        if self.trainer.is_global_zero and folder:
+            print(f"The run is in {os.path.relpath(folder)}")
 
 
 def main(arguments: list[str]) -> None:
@@ -277,8 +280,9 @@ class _SaveConfig(SaveConfigCallback):
         """Save when training starts, beside what the run was trained with before; an evaluation leaves no file."""
         if stage != "fit":
             return
-        saved = Path(trainer.log_dir or "") / self.config_filename
-        if trainer.is_global_zero and trainer.log_dir and saved.exists():
+        folder = trainer.log_dir  # which all ranks must ask for
+        saved = Path(folder or "") / self.config_filename
+        if trainer.is_global_zero and folder and saved.exists():
             before, now = (
                 yaml.safe_load(text) for text in (saved.read_text(), self.parser.dump(self.config, skip_none=False))
             )
