@@ -208,10 +208,8 @@ def _engine(
     response = work.longest * kv_bytes_per_token(config, engine)
     problems = []
     if cache < response:
-        problems.append(
-            f"engine {source} leaves {cache / GIB:.2f} GiB for the KV cache, a response of {work.longest:,} tokens takes "
-            f"{response / GIB:.2f}"
-        )
+        needed = f"a response of {work.longest:,} tokens takes {response / GIB:.2f}"
+        problems.append(f"engine {source} leaves {cache / GIB:.2f} GiB for the KV cache, {needed}")
     tp = f", over {engine.tensor_parallel_size} GPUs" if engine.tensor_parallel_size > 1 else ""
     held = f"{source}: {cache / response:.1f} responses of {work.longest:,} tokens"
     items = [
