@@ -251,15 +251,24 @@ def test_the_papers_layouts_fit(capsys, published):
 
 
 def test_what_does_not_fit_is_said_with_what_would_help(capsys, published):
-    options = ["--model.model", str(published["short"]), "--model.gradient_checkpointing", "false", "--gpu", "L40S"]
+    options = [
+        "--model.model",
+        str(published["short"]),
+        "--model.gradient_checkpointing",
+        "false",
+        "--gpu",
+        "L40S",
+        "--trainer.devices",
+        "1",
+    ]
     printed, fits = planned(capsys, "paper/qwen3-8b.yaml", *options)
     assert not fits
     for said in ("GiB too much on each GPU", "model.gradient_checkpointing: true", "twice the GPUs"):
         assert said in printed
-    small = ["--data.engine.init_args.gpu_memory_utilization", "0.1"]
+    small = ["--data.engine.init_args.gpu_memory_utilization", "0.05"]
     printed, fits = planned(capsys, "paper/qwen3-8b.yaml", "--model.model", str(published["short"]), *small)
     assert not fits
-    assert "gpu_memory_utilization=0.1 leaves 0.00 GiB for the KV cache" in printed
+    assert "gpu_memory_utilization=0.05 leaves 0.00 GiB for the KV cache" in printed
 
 
 def test_everything_is_alone_on_one_gpu_and_copied_by_ddp(capsys):
@@ -297,15 +306,16 @@ def seconds(capsys, published, *options):
 
 
 def test_time_follows_operations_and_bytes(capsys, published):
-    usual = seconds(capsys, published, "--response_length", "2000")
-    assert usual["update"] == pytest.approx(4 * usual["score"], rel=0.02)  # activations are computed again
+    many = ["--data.prompts_per_step", "6400"]
+    usual = seconds(capsys, published, *many)
+    assert usual["update"] == pytest.approx(4 * usual["score"], rel=0.01)  # activations are computed again
     assert usual["total"] == pytest.approx(sum(usual[name] for name in ("rollout", "score", "update", "sync")), abs=0.3)
-    faster = seconds(capsys, published, "--response_length", "2000", "--mfu", "0.8")
-    assert faster["update"] == pytest.approx(usual["update"] / 2, rel=0.02)
+    faster = seconds(capsys, published, *many, "--mfu", "0.8")
+    assert faster["update"] == pytest.approx(usual["update"] / 2, rel=0.01)
     assert faster["rollout"] == usual["rollout"]  # it waits for memory
-    h200 = seconds(capsys, published, "--response_length", "2000", "--gpu", "H200")
+    h200 = seconds(capsys, published, *many, "--gpu", "H200")
     assert h200["score"] == usual["score"]
-    assert h200["rollout"] < usual["rollout"] * 3.35 / 4.8 + 0.1  # it has room for more at a time, too
+    assert h200["rollout"] < usual["rollout"] * 3.35 / 4.8  # it has room for more at a time, too
 
 
 @pytest.mark.slow
