@@ -21,6 +21,7 @@ from dclightning.memory import (
 )
 from dclightning.models import from_pretrained
 from dclightning.rehearsal import of_one_rank, rehearse
+from dclightning.rollout.shares import Shares
 from dclightning.rollout.vllm import VLLMEngine
 from dclightning.step_time import GPU, GPUS, GPUName, Phase, Work, rollout, scoring_and_update, synchronisation
 from dclightning.strategies import ParallelStrategy, check_layout
@@ -53,6 +54,8 @@ class Plan:
     """The GPU's, in bytes."""
     sleeps: bool
     """Whether the engine does in the update."""
+    overlaps: bool
+    """Whether the engine draws while the update runs."""
     problems: list[str]
     """What cannot be, however much memory is left."""
     helps: list[str]
@@ -67,6 +70,14 @@ class Plan:
     def excess(self) -> float:
         """Bytes that the largest phase is over the GPU's memory; negative if it fits."""
         return max(self.needed(phase, self.sleeps) for phase in PHASES) - self.memory
+
+    @property
+    def seconds(self) -> float:
+        """Of a whole step."""
+        drawing = sum(phase.seconds for phase in self.times if phase.name == "rollout")
+        training = sum(phase.seconds for phase in self.times if phase.name in ("score", "update"))
+        rest = sum(phase.seconds for phase in self.times) - drawing - training
+        return rest + (max(drawing, training) if self.overlaps else drawing + training)
 
     @property
     def fits(self) -> bool:
@@ -126,8 +137,9 @@ def estimate(
         if not problems:
             times = [rollout(config, of, layout, work, device, engine, cache / per_token, per_token), *times]
         times = [*times, synchronisation(of, layout, work, device, engine)]
-    sleeps = bool(getattr(engine, "sleep", False))
-    return Plan(items, times, device.memory, sleeps, problems, _helps(items, layout, module, engine, work))
+    helps = _helps(items, layout, module, engine, work)
+    sleeps = getattr(engine, "sleep", False)
+    return Plan(items, times, device.memory, sleeps, datamodule.one_step_off, problems, helps)
 
 
 def layout_of(strategy: Strategy | str, ranks: int) -> Layout:
@@ -152,8 +164,12 @@ def _check(
     longest, prompts = datamodule.sampling.max_tokens, datamodule.prompts_per_step
     if response_length is not None and not 0 < response_length <= longest:
         raise UserError(f"response_length={response_length}: must be from 1 to sampling.max_tokens, {longest}")
-    if prompts % layout.replicas:
-        raise UserError(f"prompts_per_step={prompts}: must be a multiple of the {layout.replicas} data-parallel ranks")
+    spanned = getattr(datamodule.engine, "tensor_parallel_size", 1)
+    shares = Shares(layout.ranks, training_parallel=layout.tensor_parallel_size, engine_parallel=spanned)
+    if prompts % (multiple := shares.prompts_multiple):
+        raise UserError(
+            f"prompts_per_step={prompts}: must be a multiple of {multiple}, so that ranks have equal shares"
+        )
     if (prompts // layout.replicas) % module.mini_batches:
         raise UserError(
             f"mini_batches={module.mini_batches}: must divide the prompts of a rollout on each rank, "
@@ -243,7 +259,7 @@ def _helps(items: list[Item], layout: Layout, module: Any, engine: Any, work: Wo
     if not isinstance(engine, VLLMEngine):
         return helps
     of_engine = sum(item.size for item in items if item.of_engine) / GIB
-    if getattr(engine, "sleep", None) is False:
+    if not engine.sleep:
         helps.append(f"data.engine.init_args.sleep: true ({of_engine:.1f} GiB less in the update)")
     setting = "gpu_memory_utilization" if engine.kv_cache_gib is None else "kv_cache_gib"
     helps.append(f"data.engine.init_args.{setting}: another one (the KV cache is {size['KV cache']:.1f} GiB)")

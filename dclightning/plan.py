@@ -113,7 +113,8 @@ def show(plan: Plan, gpu: str, ranks: int) -> None:
     for phase in plan.times:
         times.add_row(phase.name, f"{phase.seconds:,.1f}", phase.how)
     times.add_section()
-    times.add_row("total", f"{sum(phase.seconds for phase in plan.times):,.1f}", "an estimate; rewards come on top")
+    order = "rollout beside score and update" if plan.overlaps else "one after another"
+    times.add_row("total", f"{plan.seconds:,.1f}", f"an estimate, {order}, without rewards")
     for table in (memory, times):
         for column in table.columns[1:-1]:
             column.justify = "right"

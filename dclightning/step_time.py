@@ -138,7 +138,7 @@ def rollout(
         cache_tokens: Tokens that the KV cache has room for.
         kv_bytes: A token's, on each GPU.
     """
-    engines = min(layout.replicas, layout.ranks // engine.tensor_parallel_size)
+    engines = layout.ranks // engine.tensor_parallel_size
     tokens = work.responses * work.length / engines
     at_once = min(work.responses / engines, cache_tokens / work.length)
     steps = max(work.longest, tokens / at_once)

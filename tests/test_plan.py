@@ -279,6 +279,15 @@ def test_everything_is_alone_on_one_gpu_and_copied_by_ddp(capsys):
     assert "DDP's buckets" not in alone
 
 
+def test_a_sleeping_engine_leaves_its_memory_to_the_update(capsys, published):
+    model = ["--model.model", str(published["short"])]
+    printed, _ = planned(capsys, "paper/qwen3-8b.yaml", *model, "--data.engine.init_args.sleep", "true")
+    awake, asleep = column(printed, "total, engine awake"), column(printed, "total, engine asleep in the update")
+    engine = 0.4 * 80e9 / 2**30
+    assert [a - b for a, b in zip(awake, asleep, strict=True)] == pytest.approx([engine, engine, 0], abs=0.02)
+    assert f"Fits: {80e9 / 2**30 - max(asleep):.1f} GiB" in printed
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -286,7 +295,7 @@ def test_everything_is_alone_on_one_gpu_and_copied_by_ddp(capsys):
         (["--trainer.strategy.expert_parallel_size", "2"], "expert_parallel_size=2: the model has no experts"),
         (["--trainer.strategy", "fsdp"], "trainer.strategy='fsdp': must be auto, ddp or dclightning.ParallelStrategy"),
         (["--trainer.devices", "auto"], "trainer.devices='auto': to plan, say how many"),
-        (["--trainer.devices", "7"], "prompts_per_step=64: must be a multiple of the 7 data-parallel ranks"),
+        (["--trainer.devices", "7"], "prompts_per_step=64: must be a multiple of 7, so that"),
         (["--model.mini_batches", "3"], "mini_batches=3: must divide"),
         (["--mfu", "40"], "mfu=40.0: must be a share"),
         (["--response_length", "10000"], "response_length=10000: must be from 1 to sampling.max_tokens, 8192"),
@@ -310,6 +319,8 @@ def test_time_follows_operations_and_bytes(capsys, published):
     usual = seconds(capsys, published, *many)
     assert usual["update"] == pytest.approx(4 * usual["score"], rel=0.01)  # activations are computed again
     assert usual["total"] == pytest.approx(sum(usual[name] for name in ("rollout", "score", "update", "sync")), abs=0.3)
+    ahead = seconds(capsys, published, *many, "--data.one_step_off", "true")
+    assert ahead["total"] == pytest.approx(usual["rollout"] + usual["sync"], abs=0.2)  # the update is shorter
     faster = seconds(capsys, published, *many, "--mfu", "0.8")
     assert faster["update"] == pytest.approx(usual["update"] / 2, rel=0.01)
     assert faster["rollout"] == usual["rollout"]  # it waits for memory
