@@ -56,7 +56,7 @@ def trainer(rollouts: int, callbacks: list[L.Callback]) -> L.Trainer:
     )  # fmt: skip
 
 
-def fit(rollouts: int = 20, one_step_off: bool = False, **engine: Any) -> dict[str, Any]:
+def fit(rollouts: int = 20 if GPU else 4, one_step_off: bool = False, **engine: Any) -> dict[str, Any]:
     """The quickstart's run, in BF16, with FP8 rollouts."""
     watch = Watch()
     module = GRPOModule(TINY, optimizer=AdamW(lr=2e-4), mini_batches=1, micro_batch_tokens=4096, precision="bfloat16")

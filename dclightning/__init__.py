@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dclightning.rollout.transformers import TransformersEngine
     from dclightning.rollout.types import Completion, Rollout, Sampling
     from dclightning.rollout.vllm import VLLMEngine
-    from dclightning.strategies import ParallelStrategy
+    from dclightning.strategies import FabricParallelStrategy, ParallelStrategy
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ _WHERE = {
     "Completion": "dclightning.rollout.types",
     "Correction": "dclightning.corrections",
     "DPPO": "dclightning.policy_loss",
+    "FabricParallelStrategy": "dclightning.strategies",
     "GeometricMask": "dclightning.corrections",
     "GRPOModule": "dclightning.module",
     "GSPO": "dclightning.policy_loss",
@@ -59,6 +60,7 @@ __all__ = [
     "Completion",
     "Correction",
     "DPPO",
+    "FabricParallelStrategy",
     "GeometricMask",
     "GRPOModule",
     "GSPO",
