@@ -1,6 +1,5 @@
 """The command line as a user meets it: in a process of its own, in a folder of the user's."""
 
-import json
 import os
 import re
 import signal
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.commands import run
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -66,39 +67,15 @@ BAD_INPUT = [
     (["validate", "--config", QUICKSTART, "--ckpt_path", "last", "--trainer.logger", "false"], "ckpt_path='last'"),
     (["report", "nowhere"], "run='nowhere'"),
 ]
-RUNNER = """
-import json, os, sys
-from dclightning.__main__ import main
-import dclightning.cli, dclightning.toy, dclightning.report  # once, for all that follow
-for number, arguments in enumerate(json.load(sys.stdin)):
-    if os.fork() == 0:
-        output = os.open(f"{number}.out", os.O_CREAT | os.O_WRONLY)
-        os.dup2(output, 1), os.dup2(output, 2)
-        sys.argv = ["dclightning", *arguments]
-        main()
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
 
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory):
-    """Exit code and output for each bad input, all from one process that forks: the imports take most of the time."""
+    """Exit code and output for each bad input."""
     folder = tmp_path_factory.mktemp("refused")
     (folder / "broken.yaml").write_text("model: [\n")
     (folder / "native.yaml").write_text("data: {engine: {init_args: {quantization: fp8, simulate: false}}}")
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps([arguments for arguments, _ in BAD_INPUT]),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},  # which main sets before torch
-        timeout=600,
-    )
-    codes = list(map(int, done.stdout.split()))
-    assert len(codes) == len(BAD_INPUT), done.stderr
-    return [(code, (folder / f"{number}.out").read_text()) for number, code in enumerate(codes)]
+    return run([arguments for arguments, _ in BAD_INPUT], folder, engine=False)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from dclightning.report import read_scalars
 from dclightning.rewards.equality import Conventions
+from tests.commands import run
 from tests.test_readme import SUBSTITUTES
 
 ROOT = Path(__file__).parent.parent
@@ -68,15 +69,9 @@ def test_rewards_of_ones_own(tmp_path):
     (tmp_path / "responses.jsonl").write_text('{"answer": "5", "response": "5"}')
     small = "--data.prompts_per_step 4 --data.validation_limit 4 --trainer.limit_train_batches 1"
     fit, score = (command.strip() for command in commands)
-    for command in (
-        f"{fit} {small}",
-        score,
-        f"dclightning fit --config configs/quickstart.yaml --config mine.yaml {small}",
-    ):
-        done = subprocess.run(
-            f"{sys.executable} -m {command}", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    commands = [f"{fit} {small}", score, f"dclightning fit --config configs/quickstart.yaml --config mine.yaml {small}"]
+    for command, (code, output) in zip(commands, run(commands, tmp_path), strict=True):
+        assert code == 0, f"{command}\n{output}"
     for version, names in enumerate([("brief", "judged", "format"), ("brief", "judged", "format", "repetition")]):
         scalars = read_scalars(tmp_path / "runs" / "quickstart" / f"version_{version}")
         assert {f"reward/{name}" for name in ("MathReward", *names)} <= set(scalars)
@@ -109,10 +104,8 @@ def test_a_run_is_exported_and_evaluated_as_printed(tmp_path):
     small = "--data.prompts_per_step 4 --data.validation_limit 4 --trainer.limit_train_batches 1"
     fit = f"dclightning fit --config {ROOT}/configs/quickstart.yaml {small}"
     exported = evaluate.replace("dclightning/tiny-arithmetic", "exported")
-    for command in (fit, export, exported):
-        done = subprocess.run(
-            f"{sys.executable} -m {command}", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-    assert "exported-plain - exported" in done.stdout
-    assert "sums: 3 problems, 4 responses to each" in done.stdout
+    commands = [fit, export, exported]
+    for command, (code, output) in zip(commands, run(commands, tmp_path), strict=True):
+        assert code == 0, f"{command}\n{output}"
+    assert "exported-plain - exported" in output
+    assert "sums: 3 problems, 4 responses to each" in output

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SMALLER = "--data.prompts_per_step 4 --data.group_size 4 --data.validation_limit 2 --trainer.limit_train_batches 2"
@@ -42,22 +44,18 @@ def test_every_command_runs(tmp_path):
     )
     (tmp_path / "responses.jsonl").write_text('{"answer": "5", "response": "5"}')
     lines = [line for block in blocks("bash") for line in block.splitlines()]
-    commands = [line for line in lines if line.startswith(("dclightning", "tensorboard"))]
-    assert len(commands) == 15
-    for command in commands:
-        if command.startswith("tensorboard"):
-            command = f"{command} --inspect"  # the same, without the server
-        elif "--config" in command:
-            command = f"{command} {SMALLER}" + (" --rollouts 1 --positions 8" if " calibrate " in command else "")
-        done = subprocess.run(
-            f"{Path(sys.executable).parent}/{command}",
-            shell=True,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    commands = [line for line in lines if line.startswith("dclightning")]
+    assert len(commands) == 14
+    for i, command in enumerate(commands):
+        if "--config" in command:
+            commands[i] += f" {SMALLER}" + (" --rollouts 1 --positions 8" if " calibrate " in command else "")
+    for command, (code, output) in zip(commands, run(commands, tmp_path), strict=True):
+        assert code == 0, f"{command}\n{output}"
+    (board,) = [line for line in lines if line.startswith("tensorboard")]
+    board = f"{Path(sys.executable).parent}/{board} --inspect"  # the same, without the server
+    done = subprocess.run(board, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "lagrangian/multiplier" in done.stdout
 
 
 SUBSTITUTES = {
