@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         TrustRegionMask,
         Veto,
     )
+    from dclightning.lora import LoRA
     from dclightning.module import GRPOModule, Overlong
     from dclightning.optimizer import AdamW
     from dclightning.policy_loss import CISPO, DPPO, GSPO, PolicyLoss, PPOClip
@@ -36,6 +37,7 @@ _WHERE = {
     "GeometricMask": "dclightning.corrections",
     "GRPOModule": "dclightning.module",
     "GSPO": "dclightning.policy_loss",
+    "LoRA": "dclightning.lora",
     "MathReward": "dclightning.rewards.math",
     "Overlong": "dclightning.module",
     "ParallelStrategy": "dclightning.strategies",
@@ -64,6 +66,7 @@ __all__ = [
     "GeometricMask",
     "GRPOModule",
     "GSPO",
+    "LoRA",
     "MathReward",
     "Overlong",
     "ParallelStrategy",

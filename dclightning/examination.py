@@ -13,6 +13,7 @@ from dclightning.calibrate import compared, contexts, predict
 from dclightning.discrepancy import divergences
 from dclightning.doctor import GIB, Finding
 from dclightning.errors import UserError, one_line
+from dclightning.lora import add_adapters
 from dclightning.models import TokenScores, from_pretrained, named_weights
 from dclightning.rewards.math import MathReward
 from dclightning.rollout.engine import RolloutEngine
@@ -89,9 +90,12 @@ def memory(module: Any, datamodule: Any, trainer: Any) -> Finding:
     """Parameters, gradients and optimizer in FP32, and the engine's weights and cache, against what there is."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(from_pretrained(AutoConfig, module.model_name))
+        if module.lora is not None:
+            add_adapters(model, module.lora, seed=0)
     count = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     shards = trainer.world_size if isinstance(trainer.strategy, ParallelStrategy) else 1
-    training = 16 * count / shards
+    training = (4 * count + 12 * trained) / shards
     engine = datamodule.engine
     weights = count * (4 if getattr(engine, "dtype", "") == "float32" else 2)
     found = f"{count / 1e6:,.0f} million parameters: training {training / GIB:.1f} GiB, engine {weights / GIB:.1f} GiB"
@@ -152,15 +156,19 @@ def round_trip(module: Any, engine: RolloutEngine, rollout: Rollout) -> Finding:
     chosen = torch.arange(0, count, max(1, count // 64))
     asked, version = contexts(rollout, chosen), engine.version
     before = engine.distributions(asked, rollout.temperature)
-    kept = [parameter.clone() for parameter in module.model.parameters()]
+    trained = [parameter for parameter in module.model.parameters() if parameter.requires_grad]
+    kept = [parameter.clone() for parameter in trained]
     try:
-        for parameter in module.model.parameters():
-            parameter.mul_(0.5 if parameter.dim() > 1 else 1.0)
+        for parameter in trained:
+            if module.lora is not None:
+                parameter.add_(0.01)  # half of the adapters are zeros
+            elif parameter.dim() > 1:
+                parameter.mul_(0.5)
         engine.load_weights(named_weights(module.model), version)
         moved = engine.distributions(asked, rollout.temperature)
         apart = float(compared(module, engine, rollout, chosen)["total_variation"].mean())
     finally:
-        for parameter, weight in zip(module.model.parameters(), kept, strict=True):
+        for parameter, weight in zip(trained, kept, strict=True):
             parameter.copy_(weight)
         engine.load_weights(named_weights(module.model), version)
     back, different = (

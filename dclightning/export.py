@@ -1,4 +1,4 @@
-"""``dclightning export``: a run's checkpoint to a folder that transformers and vLLM load.
+"""``dclightning export``: a run's checkpoint to a folder that transformers and vLLM load, or peft.
 
 With the weights go the tokenizer, the generation settings and a model card that says how the policy was trained.
 """
@@ -17,18 +17,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from dclightning import __version__
 from dclightning.errors import UserError, one_line
-from dclightning.models import from_pretrained, load_tokenizer
+from dclightning.lora import LoRA, merge_adapters, save_adapters
+from dclightning.models import from_pretrained, load_tokenizer, resolve_model
 from dclightning.report import measures_of, read_scalars
 from dclightning.rollout.transformers import PRECISIONS
 
 _CARD = """---
-library_name: transformers
+library_name: {library}
 base_model: {model}
 ---
 
 # {name}
 
-{model}, trained by [dclightning](https://arxiv.org/abs/2606.08779) {version} for {rollouts} rollouts. The weights are
+{model}, trained by [dclightning](https://arxiv.org/abs/2606.08779) {version} for {rollouts} rollouts. The {what} are
 those of the training policy, in {dtype}; deployed is what an engine makes of them.
 
 {evaluations}
@@ -52,7 +53,9 @@ def main(arguments: list[str]) -> None:
     print(f"The model is in {options.output}")
 
 
-def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str = "bfloat16") -> None:
+def export(
+    checkpoint: Path, output: Path, model: str | None = None, dtype: str = "bfloat16", merge: bool = True
+) -> None:
     """Write a checkpoint's policy as a folder of transformers.
 
     Args:
@@ -60,6 +63,7 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
         output: A new folder.
         model: What was trained, by name or folder; by default what the run's config says.
         dtype: Of the weights that are written: float32, as they are trained, bfloat16 or float16.
+        merge: Whether adapters are added to the model's own weights; if not, they are written alone, as peft has them.
 
     Raises:
         UserError: If there is no such checkpoint, or it is of another model, or the output exists.
@@ -82,20 +86,29 @@ def export(checkpoint: Path, output: Path, model: str | None = None, dtype: str 
         raise UserError(f"checkpoint={str(found)!r}: is no checkpoint") from error
     if model is None:
         raise UserError(f"model: there is no {config} to say what was trained; name it")
-    policy = from_pretrained(AutoModelForCausalLM, model, dtype=torch.float32)
+    lora = LoRA(**state["lora"]) if "lora" in state else None
+    if not merge and lora is None:
+        raise UserError(f"merge=False: {found} has no adapters")
     weights = {
         name.removeprefix("model."): weight for name, weight in state["state_dict"].items() if name.startswith("model.")
     }
-    try:
-        policy.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(
-            f"model={model!r}: is not what {found} is a checkpoint of: {str(error).splitlines()[1]}"
-        ) from error
-    policy.to(PRECISIONS[dtype]).save_pretrained(output)
+    if merge or lora is None:
+        policy = from_pretrained(AutoModelForCausalLM, model, dtype=torch.float32)
+        try:
+            policy.load_state_dict(weights) if lora is None else merge_adapters(policy, weights, lora)
+        except (RuntimeError, AttributeError) as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise UserError(f"model={model!r}: is not what {found} is a checkpoint of: {reason}") from error
+        policy.to(PRECISIONS[dtype]).save_pretrained(output)
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        rounded = {name: weight.to(PRECISIONS[dtype]) for name, weight in weights.items()}
+        save_adapters(rounded, lora, resolve_model(model), output)
     load_tokenizer(model).save_pretrained(output)
     rollouts = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
     card = _CARD.format(
+        library="transformers" if merge else "peft",
+        what="weights" if merge else "adapters",
         model=model,
         name=output.name,
         version=__version__,

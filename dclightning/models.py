@@ -1,6 +1,5 @@
 """Training policies: any causal language model of transformers, its token log-probs, its weights."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.resources import files
@@ -21,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dclightning.attention import PACKED, lanes
-from dclightning.errors import UserError
+from dclightning.errors import UserError, one_line
 from dclightning.hub import hub_answers
+from dclightning.lora import LoRA, PolicyWeights, add_adapters, shard_adapters
 from dclightning.packing import Pack
 from dclightning.sharding import any_layout, distributed_config, mend_expert_gradients
 from dclightning.strategies import EXPERT_COUNTS, FabricParallelStrategy, ParallelStrategy, check_layout
@@ -75,6 +75,8 @@ def load_policy(
     strategy: Strategy | FabricStrategy | None = None,
     gradient_checkpointing: bool = False,
     precision: Precision = "float32",
+    lora: LoRA | None = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """Load a causal language model for training, sharded as the strategy says, without dropout.
 
@@ -88,6 +90,8 @@ def load_policy(
         strategy: Shards it.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         precision: What :func:`token_logprobs` computes in.
+        lora: Adapters that are trained in the place of the model's own weights.
+        seed: Decides the adapters' first values.
     """
     config = from_pretrained(AutoConfig, name)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
@@ -97,6 +101,8 @@ def load_policy(
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": PACKED}
     parallel = strategy if isinstance(strategy, ParallelStrategy | FabricParallelStrategy) else None
     sharded = parallel is not None and parallel.world_size > 1
+    if parallel is not None and lora is not None and parallel.tensor_parallel_size > 1:
+        raise UserError(f"tensor_parallel_size={parallel.tensor_parallel_size}: must be 1 with model.lora")
     if (precision == "float16" or (precision == "bfloat16" and not sharded)) and has_experts(config):
         options["experts_implementation"] = "eager"  # autocast passes the default, grouped products, by
     if parallel is not None and sharded:
@@ -107,9 +113,17 @@ def load_policy(
         mend_expert_gradients(model, layout)
     else:
         model = from_pretrained(AutoModelForCausalLM, name, **options)
+    model.lora = None
+    if lora is not None:
+        try:
+            add_adapters(model, lora, seed)
+        except ValueError as error:
+            raise UserError(f"model={name!r}: {one_line(error)}") from error
     if parallel is not None and not sharded:
         # The same kind of parameters and checkpoints as on many ranks; without it one rank could not resume.
         fully_shard(model, mesh=parallel.device_mesh["data_parallel"])
+    elif parallel is not None and lora is not None:
+        shard_adapters(model, parallel.device_mesh["data_parallel"], precision)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
@@ -262,13 +276,9 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@torch.no_grad()
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All weights by transformers' names, whole, one at a time; every rank must iterate."""
-    names = {name for name, _ in model.named_parameters()}  # each tied weight once
-    for name, weight in model.state_dict().items():
-        if name in names:
-            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+def named_weights(model: Any) -> PolicyWeights:
+    """All weights by transformers' names, whole, one at a time, with adapters merged; every rank must iterate."""
+    return PolicyWeights(model)
 
 
 def from_pretrained(kind: Any, name: str, **options: Any) -> Any:

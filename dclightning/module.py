@@ -4,7 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import lightning as L
@@ -20,6 +20,7 @@ from dclightning.discrepancy import DiscrepancyKind, discrepancy
 from dclightning.errors import UserError, check_choice, check_type
 from dclightning.evaluation import Evaluated, measures
 from dclightning.lagrangian import penalized_advantages
+from dclightning.lora import LoRA, is_adapter, without_adapters
 from dclightning.loss_scale import LossScale
 from dclightning.metrics import Discrepancy, ImportanceWeights, Means, Mismatch
 from dclightning.models import (
@@ -102,6 +103,11 @@ class _Given:
         return _Given(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
 
+def _drop_all_but_adapters(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in [name for name in state if not is_adapter(name)]:
+        del state[name]
+
+
 class GRPOModule(L.LightningModule):
     """Group-relative policy optimization on rollouts of another engine.
 
@@ -120,6 +126,7 @@ class GRPOModule(L.LightningModule):
         overlong: What becomes of responses that are long, or cut off.
         reference_kl: The price of moving away from the policy that training started from.
         entropy_bonus: The weight of the policy's entropy in the objective.
+        lora: Adapters that are trained while the model's own weights stay as they are; None trains these.
         optimizer: The optimizer's settings.
         mini_batches: Optimizer steps to a rollout; they share its prompts evenly.
         micro_batch_tokens: Most tokens of a forward and backward pass. Memory depends on it, the result does not.
@@ -140,6 +147,7 @@ class GRPOModule(L.LightningModule):
         overlong: Overlong = Overlong(),
         reference_kl: ReferenceKL = ReferenceKL(),
         entropy_bonus: float = 0.0,
+        lora: LoRA | None = None,
         optimizer: AdamW = AdamW(),
         mini_batches: int = 4,
         micro_batch_tokens: int = 16384,
@@ -161,6 +169,8 @@ class GRPOModule(L.LightningModule):
         check_type("overlong", overlong, Overlong)
         check_type("reference_kl", reference_kl, ReferenceKL)
         check_type("optimizer", optimizer, AdamW)
+        if lora is not None:
+            check_type("lora", lora, LoRA)
         check_choice("aggregation", aggregation, Aggregation)
         check_choice("advantage", advantage, AdvantageKind)
         check_choice("discrepancy", discrepancy, DiscrepancyKind)
@@ -177,6 +187,7 @@ class GRPOModule(L.LightningModule):
         self.overlong = overlong
         self.reference_kl = reference_kl
         self.entropy_bonus = entropy_bonus
+        self.lora = lora
         self.optimizer_settings = optimizer
         self.mini_batches = mini_batches
         self.micro_batch_tokens = micro_batch_tokens
@@ -184,6 +195,9 @@ class GRPOModule(L.LightningModule):
         self.precision: Precision = precision
         self.loss_scale = LossScale() if precision == "float16" else None
         self.model: Any = None
+        if lora is not None:  # checkpoints hold the adapters; all the rest is in the model's own files
+            self.strict_loading = False
+            self.register_state_dict_post_hook(_drop_all_but_adapters)  # type: ignore[no-untyped-call]
         self.reference: Any
         # Not registered as a part of the module: it is neither trained nor saved.
         self.__dict__["reference"] = None
@@ -198,24 +212,29 @@ class GRPOModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Load the policy, where the strategy wants it."""
+        seed = getattr(self._datamodule, "seed", 0)
         if self.model is None:
             self.model = load_policy(
-                self.model_name, self.trainer.strategy, self.gradient_checkpointing, self.precision
+                self.model_name, self.trainer.strategy, self.gradient_checkpointing, self.precision, self.lora, seed
             )
         if self.reference_kl.coefficient and self.trainer.state.fn == "fit" and self.reference is None:
-            reference = load_policy(self.model_name, self.trainer.strategy, precision=self.precision)
-            self.__dict__["reference"] = reference.requires_grad_(False)
+            if self.lora is None:
+                reference = load_policy(self.model_name, self.trainer.strategy, precision=self.precision)
+                self.__dict__["reference"] = reference.requires_grad_(False)
+            else:  # without its adapters
+                self.__dict__["reference"] = self.model
         lags = getattr(self._datamodule, "one_step_off", False) and self.trainer.state.fn == "fit"
         if lags and self.sampling_policy is None:
-            policy = load_policy(self.model_name, self.trainer.strategy, precision=self.precision)
+            policy = load_policy(
+                self.model_name, self.trainer.strategy, precision=self.precision, lora=self.lora, seed=seed
+            )
             self.sampling_policy = policy.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
         """AdamW, and a learning rate that moves once per rollout."""
         s = self.optimizer_settings
-        optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay
-        )
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay)
         rollouts = self._planned_rollouts() if s.schedule in ("linear", "cosine") else None
         return [optimizer], [get_scheduler(s.schedule, optimizer, s.warmup, rollouts)]
 
@@ -381,7 +400,8 @@ class GRPOModule(L.LightningModule):
             for whole, part in zip(scores, found, strict=True):
                 whole[batch.index] = part
             if self.reference is not None:
-                reference[batch.index] = token_logprobs(self.reference, batch, rollout.temperature).logprobs
+                with without_adapters(self.reference):
+                    reference[batch.index] = token_logprobs(self.reference, batch, rollout.temperature).logprobs
         reshard(policy)
         if self.reference is not None:
             reshard(self.reference)
@@ -479,13 +499,17 @@ class GRPOModule(L.LightningModule):
         return norm
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the loss scale, if there is one, and which weights the next rollout is sampled with."""
+        """Keep the loss scale, the adapters' settings, and which weights the next rollout is sampled with."""
         if self.loss_scale:
             checkpoint["loss_scale"] = vars(self.loss_scale)
+        if self.lora is not None:
+            checkpoint["lora"] = asdict(self.lora)
         checkpoint["sampling_version"] = self.sampling_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue with them."""
+        """Continue with them; weights of other adapters are refused."""
+        if (saved := checkpoint.get("lora")) != (self.lora and asdict(self.lora)):
+            raise UserError(f"model.lora={self.lora}: the checkpoint is of lora={saved}")
         if self.loss_scale and "loss_scale" in checkpoint:
             self.loss_scale = LossScale(**checkpoint["loss_scale"])
         self.sampling_version = checkpoint.get("sampling_version", 0)

@@ -14,6 +14,7 @@ from dclightning import (
     AdamW,
     GeometricMask,
     GRPOModule,
+    LoRA,
     Overlong,
     ParallelStrategy,
     ReferenceKL,
@@ -37,6 +38,11 @@ EVERYTHING = {
     "corrections": [TokenTIS(), GeometricMask(0.01, 0.06), Veto(1e-4)],
     "reference_kl": ReferenceKL(0.1),
     "entropy_bonus": 0.1,
+}
+METHODS = {
+    "plain": {},
+    "everything": EVERYTHING,
+    "lora": {"lora": LoRA(rank=4), "gradient_checkpointing": True, "reference_kl": ReferenceKL(0.1)},
 }
 # Very different lengths in the parts that ranks get, so that they disagree about micro-batches.
 # In the second rollout half of them has no response token at all.
@@ -113,10 +119,8 @@ def train(
     """One training on rollouts that are given, or sampled; its results go into a file for each rank."""
     multiplier, steps = LagrangianCallback(initial=0.5, lr=0.1, budget=0.1), Steps()
     callbacks = [multiplier, *([AdaptiveBudget(warmup=1), TailPenalty(0.5)] if method == "everything" else [])]
-    options = EVERYTHING if method == "everything" else {}
-    module = GRPOModule(
-        model, optimizer=AdamW(lr=1e-3, eps=1e-8, max_grad_norm=0.5), mini_batches=1, micro_batch_tokens=60, **options
-    )
+    optimizer = AdamW(lr=1e-3, eps=1e-8, max_grad_norm=0.5)
+    module = GRPOModule(model, optimizer=optimizer, mini_batches=1, micro_batch_tokens=60, **METHODS[method])
     datamodule = Shares(given())
     if engine is not None:
         datamodule = RolloutDataModule(

@@ -96,6 +96,11 @@ def test_fp8_is_an_overlay():
     assert fp8.data.engine.init_args == plain.data.engine.init_args
 
 
+def test_lora_is_an_overlay():
+    module, _ = build("quickstart.yaml", "scale/lora.yaml", options=["--model.lora.target_modules", "[q_proj, v_proj]"])
+    assert module.lora == dclightning.LoRA(rank=16, alpha=32.0, target_modules=["q_proj", "v_proj"])
+
+
 def test_the_seed_reaches_the_data():
     assert parse("quickstart.yaml", options=["--seed_everything", "7"]).data.seed == 7
 

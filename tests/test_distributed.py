@@ -49,6 +49,8 @@ def one(folder, models):
         case("dense", dense, epochs=2),
         case("moe", moe),
         case("everything", dense, method="everything"),
+        case("lora", dense, method="lora"),
+        case("lora, moe", moe, method="lora"),
         case("fsdp of one", dense, "parallel"),
         case("fsdp of one, whole", dense, "parallel", epochs=2),
         case("fsdp of one, resumed", dense, "parallel", epochs=2, ckpt_path=last(folder, "fsdp of one")),
@@ -68,6 +70,10 @@ TWO = {  # and what each has to equal
     "everything: ddp": "everything",
     "everything: fsdp": "everything",
     "everything: tp": "everything",
+    "lora: ddp": "lora",
+    "lora: fsdp": "lora",
+    "lora, moe: fsdp": "lora, moe",
+    "lora, moe: fsdp x ep": "lora, moe",
 }
 
 
@@ -85,8 +91,14 @@ def two(folder, models):
         case("everything: ddp", dense, "ddp", method="everything"),
         case("everything: fsdp", dense, "parallel", method="everything"),
         case("everything: tp", dense, "parallel", tp=2, method="everything"),
+        case("lora: ddp", dense, "ddp", method="lora"),
+        case("lora: fsdp", dense, "parallel", method="lora"),
+        case("lora, moe: fsdp", moe, "parallel", method="lora"),
+        case("lora, moe: fsdp x ep", moe, "parallel", ep=2, method="lora"),
         case("fsdp, whole", dense, "parallel", epochs=2),
         case("fsdp, resumed", dense, "parallel", epochs=2, ckpt_path=last(folder, "fsdp")),
+        case("lora: fsdp, whole", dense, "parallel", epochs=2, method="lora"),
+        case("lora: fsdp, resumed", dense, "parallel", epochs=2, method="lora", ckpt_path=last(folder, "lora: fsdp")),
         case("order on 2", ranks.TINY, "parallel", engine="transformers"),
     ]
     return ranks.run(folder, 2, cases)
@@ -166,6 +178,7 @@ def check_weights(found, want):
 def engines(folder):
     """Two ranks that sample with vLLM, in the trainer's own processes."""
     problems, fp32 = str(folder / "one.jsonl"), {"dtype": "float32"}
+    adapters = {**fp32, "lora_rank": 4}
     Path(problems).write_text('{"problem": "3 + 4 =", "answer": "7"}\n' * 4)
     cases = [
         case("one prompt", ranks.TINY, "ddp", engine=fp32, problems=problems, epochs=2),
@@ -173,6 +186,7 @@ def engines(folder):
         case("fsdp with engines", ranks.TINY, "parallel", engine=fp32),
         case("tp with engines", ranks.TINY, "parallel", tp=2, engine=fp32),
         case("one step off", ranks.TINY, "parallel", engine=fp32, one_step_off=True, epochs=2),
+        case("adapters, one step off", ranks.TINY, "parallel", engine=adapters, one_step_off=True, method="lora"),
     ]
     return ranks.run(folder, 2, cases)
 
@@ -205,7 +219,7 @@ def test_four_ranks_learn_what_one_learns(one, four, name, alone):
         check_weights(four[name], one[alone][0])
 
 
-@pytest.mark.parametrize("name", ["fsdp of one", "fsdp"])
+@pytest.mark.parametrize("name", ["fsdp of one", "fsdp", "lora: fsdp"])
 def test_a_resumed_run_equals_the_whole_bit_for_bit(one, two, name):
     found = one if name == "fsdp of one" else two
     for whole, resumed in zip(found[f"{name}, whole"], found[f"{name}, resumed"], strict=True):
@@ -246,7 +260,14 @@ def test_engines_beside_ranks_draw_different_responses_and_the_same_ones_again(e
         assert rank["rows"] == again["rows"]
 
 
-ENGINES = ["fsdp with engines", "tp with engines", "one step off", "fsdp with one engine", "tp with one engine"]
+ENGINES = [
+    "fsdp with engines",
+    "tp with engines",
+    "one step off",
+    "adapters, one step off",
+    "fsdp with one engine",
+    "tp with one engine",
+]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -258,7 +279,7 @@ def test_engines_of_ranks_sample_with_the_weights_of_the_trainer(engines, spanne
         assert rank["history"] == found[0]["history"]
         lags = [row["train/weight_lag"] for row in rank["rows"]]
         assert max(row["train/grad_norm"] for row in rank["rows"]) > 1e-3
-        assert lags == [0.0, *[1.0 if name == "one step off" else 0.0] * (len(lags) - 1)]
+        assert lags == [0.0, *[1.0 if "one step off" in name else 0.0] * (len(lags) - 1)]
         for row in rank["rows"]:
             assert row["discrepancy/sequence_mean"] < 1e-5  # both policies compute in FP32
     first, second = found

@@ -4,10 +4,12 @@ import gc
 import logging
 import math
 import os
+import tempfile
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -15,10 +17,18 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from dclightning.errors import UserError, check_choice
+from dclightning.lora import PolicyWeights, save_adapters
 from dclightning.models import from_pretrained, has_experts
 from dclightning.rollout.engine import Finished
 from dclightning.rollout.types import Completion, Sampling
-from dclightning.rollout.vllm_weights import checksum, checksums, differing, make_fp8_fast_on_cpu, repack_for_cpu
+from dclightning.rollout.vllm_weights import (
+    adapter_checksums,
+    checksum,
+    checksums,
+    differing,
+    make_fp8_fast_on_cpu,
+    repack_for_cpu,
+)
 
 Quantization = Literal["none", "fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "int8", "int4", "mxfp4", "nvfp4"]
 ONLINE = ("fp8", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4")
@@ -50,6 +60,8 @@ class VLLMEngine:
         tensor_parallel_size: Ranks that one engine spans; they draw the same responses. By default each rank has an
             engine of its own.
         sleep: Whether the engine gives its GPU memory to the trainer while the update runs.
+        lora_rank: Largest rank of adapters that are taken as they are, in ``dtype``, beside the weights that the model
+            was loaded with; 0 takes merged weights.
         routing_replay: Whether the engine tells which experts of a mixture it chose, so that training uses the same
             (R3). GPU only.
         enforce_eager: Whether to run without CUDA graphs and torch.compile; by default so on a CPU only.
@@ -67,6 +79,7 @@ class VLLMEngine:
         gpu_memory_utilization: float = 0.5,
         tensor_parallel_size: int = 1,
         sleep: bool = False,
+        lora_rank: int = 0,
         routing_replay: bool = False,
         enforce_eager: bool | None = None,
         options: dict[str, Any] | None = None,
@@ -78,6 +91,10 @@ class VLLMEngine:
             raise ValueError("simulate: there is nothing to simulate with quantization='none'")
         if settings := [name for name in SETTINGS if name in (options or {})]:
             raise ValueError(f"options: {settings[0]} is a setting of the engine itself, or follows from quantization")
+        if not 0 <= lora_rank <= 512:
+            raise ValueError(f"lora_rank={lora_rank}: must be from 0 to 512")
+        if lora_rank and sleep:
+            raise ValueError("sleep: must be false with lora_rank, for syncs bring adapters alone")
         self.quantization: Quantization = quantization
         self.simulate = simulate
         self.simulate_activations = simulate_activations
@@ -87,6 +104,7 @@ class VLLMEngine:
         self.gpu_memory_utilization = gpu_memory_utilization
         self.tensor_parallel_size = tensor_parallel_size
         self.sleep = sleep
+        self.lora_rank = lora_rank
         self.routing_replay = routing_replay
         self.enforce_eager = enforce_eager
         self.options = options or {}
@@ -95,6 +113,7 @@ class VLLMEngine:
         self._owns_process_group = False
         self._takes_weights = True
         self._asleep: set[str] = set()
+        self._adapters: Any = None
 
     def start(self, model: str, max_length: int) -> None:
         """Load the model unless that is done; see :class:`~dclightning.rollout.engine.RolloutEngine`."""
@@ -116,6 +135,7 @@ class VLLMEngine:
         if self._llm.llm_engine.vllm_config.device_config.device_type == "cpu":
             self._llm.apply_model(make_fp8_fast_on_cpu)
         self.version = 0
+        self._adapters = None
 
     def generate(
         self,
@@ -151,7 +171,7 @@ class VLLMEngine:
             torch.manual_seed(seed)
             engine = self._llm.llm_engine
             for place, ids in enumerate(prompts):
-                engine.add_request(str(place), tokens_input(ids), parameters)
+                engine.add_request(str(place), tokens_input(ids), parameters, lora_request=self._adapters)
             try:
                 while engine.has_unfinished_requests():
                     for request in engine.step():
@@ -179,13 +199,21 @@ class VLLMEngine:
         with _random_state_kept():
             for start in range(0, len(contexts), 8):  # vLLM gives Python lists
                 asked = [tokens_input(ids) for ids in contexts[start : start + 8]]
-                for row, request in enumerate(self._llm.generate(asked, parameters, use_tqdm=False), start):
+                requests = self._llm.generate(asked, parameters, use_tqdm=False, lora_request=self._adapters)
+                for row, request in enumerate(requests, start):
                     logprobs = request.outputs[0].logprobs
                     found[row, torch.tensor(logprobs.token_ids)] = torch.tensor(logprobs.logprobs)
         return found
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights; quantised ones are quantised anew, exactly as when they are loaded from a file."""
+        """Replace all weights; quantised ones are quantised anew, exactly as when they are loaded from a file.
+
+        With ``lora_rank`` only the adapters are replaced.
+        """
+        if self.lora_rank:
+            self._load_adapters(weights)
+            self.version = version
+            return
         if not self._takes_weights:
             name = self._llm.llm_engine.model_config.model
             raise UserError(f"model={name!r}: is quantised already; train the model that it was made from")
@@ -196,6 +224,21 @@ class VLLMEngine:
         self._llm.apply_model(repack_for_cpu)
         self.version = version
 
+    def _load_adapters(self, weights: Any) -> None:
+        lora = weights.lora if isinstance(weights, PolicyWeights) else None
+        if lora is None:
+            raise UserError(
+                f"engine lora_rank={self.lora_rank}: there are no adapters; set model.lora, or lora_rank to 0"
+            )
+        if lora.rank > self.lora_rank:
+            raise UserError(f"engine lora_rank={self.lora_rank}: must be at least model.lora.rank, {lora.rank}")
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory() as folder:
+            save_adapters(weights.adapters(), lora, self._llm.llm_engine.model_config.model, Path(folder))
+            self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        self._adapters = LoRARequest("policy", 1, "loaded already")
+
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of vLLM's weights that are not the given ones; it cannot tell of quantised, repacked or split ones."""
         if self.tensor_parallel_size > 1:
@@ -203,7 +246,10 @@ class VLLMEngine:
             return []
         dtype = self._llm.llm_engine.model_config.dtype
         ((held, fused),) = self._llm.apply_model(partial(checksums, dtype=dtype))
-        return differing(held, fused, {name: checksum(weight.to(dtype)) for name, weight in weights})
+        sent = {name: checksum(weight.to(dtype)) for name, weight in weights}
+        if self.lora_rank and isinstance(weights, PolicyWeights) and weights.lora is not None:
+            sent |= adapter_checksums(weights.adapters(), weights.lora.scale, dtype)
+        return differing(held, fused, sent)
 
     def make_room(self) -> None:
         """Let go of weights, which the next sync brings, and of the KV cache, if ``sleep`` says so."""
@@ -250,6 +296,8 @@ class VLLMEngine:
             raise UserError(f"engine routing_replay=true: model={model!r} has no experts")
         if self.routing_replay and cpu:
             raise UserError("engine routing_replay=true: vLLM tells the experts on GPUs only")
+        if self.lora_rank and cpu and has_experts(config):
+            raise UserError(f"engine lora_rank={self.lora_rank}: must be 0 for models with experts on a CPU")
         memory = self.kv_cache_gib if self.kv_cache_gib is not None else 1.0 if cpu else None
         return {
             "model": model,
@@ -262,6 +310,7 @@ class VLLMEngine:
             "max_logprobs": -1,  # whole distributions, if they are asked for
             "disable_log_stats": True,
             **({"enable_return_routed_experts": True} if self.routing_replay else {}),
+            **self._adapted(),
             "use_tqdm_on_load": False,
             "tensor_parallel_size": self.tensor_parallel_size,
             **_beside_ranks(),
@@ -269,6 +318,14 @@ class VLLMEngine:
             **({} if memory is None else {"kv_cache_memory_bytes": int(memory * 2**30)}),
             **self.options,
         }
+
+    def _adapted(self) -> dict[str, Any]:
+        """vLLM's arguments for adapters; it has buffers for some ranks only."""
+        if not self.lora_rank:
+            return {}
+        from vllm.config.lora import MaxLoRARanks
+
+        return {"enable_lora": True, "max_lora_rank": min(r for r in get_args(MaxLoRARanks) if r >= self.lora_rank)}
 
     def _quantized(self, cpu: bool, config: Any) -> dict[str, Any]:
         """vLLM's arguments for the format: its own kernels, or the simulation."""

@@ -20,7 +20,19 @@ def checksums(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, int], dic
             for name, weight in module.named_parameters(recurse=False):
                 if weight.numel() and weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
                     held[f"{path}.{name}"] = checksum(weight.to(dtype))  # some stay FP32 in an engine of 16 bits
+        for kind in ("A", "B"):
+            if isinstance(parts := getattr(module, f"lora_{kind.lower()}_stacked", None), tuple):
+                held[f"{path}.lora_{kind}"] = sum(checksum(part) for part in parts)
     return held, getattr(model, "packed_modules_mapping", {})
+
+
+def adapter_checksums(adapters: dict[str, Tensor], scale: float, dtype: torch.dtype) -> dict[str, int]:
+    """Of adapters as vLLM holds them, with the scale in B."""
+    sent = {}
+    for name, weight in adapters.items():
+        layer, kind = name.rsplit(".", 3)[:2]
+        sent[f"{layer}.{kind}"] = checksum(weight.to(dtype) * (scale if kind == "lora_B" else 1))
+    return sent
 
 
 def checksum(weight: Tensor) -> int:
@@ -35,9 +47,9 @@ def differing(held: dict[str, int], fused: dict[str, list[str]], sent: dict[str,
     for name, total in held.items():
         module = name.split(".")[-2]
         parts = [name.replace(f".{module}.", f".{part}.") for part in fused.get(module, [module])]
-        if all(part in sent for part in parts):
+        if name.endswith((".lora_A", ".lora_B")) or all(part in sent for part in parts):
             compared += 1
-            found += [name] if total != sum(sent[part] for part in parts) else []
+            found += [name] if total != sum(sent.get(part, 0) for part in parts) else []  # where no adapter is: zeros
     log.log(logging.DEBUG if compared else logging.WARNING, "%d of vLLM's weights can be compared", compared)
     return found
 
