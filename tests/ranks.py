@@ -49,21 +49,19 @@ METHODS = {
 LENGTHS = [[40, 38, 35, 30, 1, 2, 0, 3], [9, 8, 7, 6, 0, 0, 0, 0], [1, 1, 1, 1, 5, 5, 5, 5], [4] * 8]
 
 
+def torchrun(ranks: int, *words: str) -> None:
+    """A script, or a module after -m, on some ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, timeout=600, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
 def run(folder: Path, ranks: int, cases: list[dict]) -> dict[str, list[dict]]:
     """What each of the cases gave, on each rank."""
     spec = folder / f"{ranks}.json"
     spec.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", "tests.ranks", str(spec)],
-        env=environment,
-        cwd=ROOT,
-        timeout=600,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    torchrun(ranks, "-m", "tests.ranks", str(spec))
     return {case["name"]: [torch.load(folder / f"{case['name']}.{rank}.pt") for rank in range(ranks)] for case in cases}
 
 

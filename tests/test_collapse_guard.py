@@ -2,11 +2,6 @@
 
 import logging
 import math
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -29,6 +24,7 @@ from dclightning.errors import RunStoppedError, UserError
 from dclightning.rollout.datamodule import RolloutLoader
 from dclightning.trends import Trend, deviation
 from tests.helpers import TINY, GivenRollouts, random_rollout, train
+from tests.ranks import torchrun
 
 values = st.lists(st.floats(-100, 100).map(lambda value: round(value, 3)), min_size=1, max_size=30)
 positive = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30)
@@ -405,12 +401,12 @@ import torch
 from dclightning import AdamW, GRPOModule, ParallelStrategy
 from dclightning.callbacks import LagrangianCallback, RolloutCheckpoint
 from dclightning.models import named_weights
-from tests.helpers import GivenRollouts
+from tests.helpers import GivenRollouts, quiet_trainer
 from tests.test_collapse_guard import guard, rollouts
 
-strategy, folder = sys.argv[1:]
-strategies = {"fsdp2": ParallelStrategy(), "fsdp2-one-file": ParallelStrategy(save_distributed_checkpoint=False)}
-torch.set_num_threads(1)
+strategies = {
+    "ddp": "ddp", "fsdp2": ParallelStrategy(), "fsdp2-one-file": ParallelStrategy(save_distributed_checkpoint=False)
+}
 
 
 class Half(GivenRollouts):
@@ -421,7 +417,8 @@ class Half(GivenRollouts):
 
 
 class Watch(L.Callback):
-    weights = []
+    def __init__(self):
+        self.weights = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.fit_loop.total_batch_idx == 12:
@@ -433,31 +430,32 @@ class Watch(L.Callback):
         self.weights.append({name: weight.clone() for name, weight in named_weights(pl_module.model)})
 
 
-watched, multiplier = guard("rollback"), LagrangianCallback(0.1, lr=0.0)
-trainer = L.Trainer(
-    accelerator="cpu", devices=2, strategy=strategies.get(strategy, strategy), max_epochs=1, logger=False,
-    callbacks=[Watch(), multiplier, watched, RolloutCheckpoint(3, 4)], default_root_dir=folder,
-    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-)
-trainer.fit(GRPOModule("dclightning/tiny-arithmetic", optimizer=AdamW(lr=1e-5), mini_batches=1), Half(rollouts(18)))
-torch.save({"state": watched.state_dict(), "multiplier": multiplier.multiplier, "weights": Watch.weights},
-           f"{folder}/rank{trainer.global_rank}.pt")
+for name, strategy in strategies.items():
+    folder, watch = f"{sys.argv[1]}/{name}", Watch()
+    watched, multiplier = guard("rollback"), LagrangianCallback(0.1, lr=0.0)
+    trainer = quiet_trainer(
+        devices=2, strategy=strategy, max_epochs=1, enable_checkpointing=True, use_distributed_sampler=False,
+        callbacks=[watch, multiplier, watched, RolloutCheckpoint(3, 4)], default_root_dir=folder,
+    )
+    module = GRPOModule("dclightning/tiny-arithmetic", optimizer=AdamW(lr=1e-5), mini_batches=1)
+    trainer.fit(module, Half(rollouts(18)))
+    found = {"state": watched.state_dict(), "multiplier": multiplier.multiplier, "weights": watch.weights}
+    torch.save(found, f"{folder}/rank{trainer.global_rank}.pt")
 """
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "child.py").write_text(RANKS)
+    torchrun(2, str(folder / "child.py"), str(folder))
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2-one-file"])
-def test_all_ranks_go_back_alike(tmp_path, strategy):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    root, script = Path(__file__).parent.parent, tmp_path / "child.py"
-    script.write_text(RANKS)
-    environment = {**os.environ, "PYTHONPATH": str(root), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, str(script), strategy, str(tmp_path)], env=environment, cwd=root, check=True, timeout=200
-    )
-    one, other = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+def test_all_ranks_go_back_alike(on_two_ranks, strategy):
+    one, other = (torch.load(on_two_ranks / strategy / f"rank{rank}.pt") for rank in range(2))
     assert one["state"] == other["state"]
     assert one["state"]["rollbacks"] == 1
     assert one["multiplier"] == other["multiplier"] == 0.2

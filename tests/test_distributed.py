@@ -1,9 +1,5 @@
 """However ranks share the work, they learn what one process learns; a run goes on with other ranks as it began."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,6 @@ import torch
 from tests import ranks
 from tests.test_models import FAMILIES
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
 LEARNT = ("train/loss", "train/grad_norm", "discrepancy/sequence_mean", "lagrangian/multiplier")
@@ -290,76 +285,82 @@ def test_engines_of_ranks_sample_with_the_weights_of_the_trainer(engines, spanne
 
 STOPPING = """
 import sys
+from pathlib import Path
 import lightning as L
 from dclightning import GRPOModule, RolloutDataModule, Sampling, TransformersEngine
 from dclightning.callbacks import RolloutCheckpoint, WeightSync
 from dclightning.errors import RunStoppedError
+from tests.helpers import quiet_trainer
 
-where, folder, limit = sys.argv[1:]
-
-
-def breaks(problems, completions):
-    breaks.calls += 1
-    if trainer.global_rank == 1 and where == "training" and breaks.calls >= 2:
-        raise OSError("the server is down")
-    return [float(len(c.token_ids) % 3) for c in completions]
-
-
-def validates(problems, completions):
-    rollouts = trainer.fit_loop.total_batch_idx + 1
-    if trainer.global_rank == 1 and (where, rollouts) in (("validation", 1), ("evaluation before training", 0)):
-        raise OSError("the server is down")
-    return [1.0] * len(completions)
-
-
-breaks.calls = 0
 sampling = Sampling(max_tokens=8)
-data = RolloutDataModule(
-    "dclightning/arithmetic-train", TransformersEngine(), breaks, prompts_per_step=4, group_size=2, sampling=sampling,
-    reward_errors="stop", validation_problems={"arithmetic": "dclightning/arithmetic-test"},
-    validation_reward=validates, validation_sampling=sampling, validation_limit=int(limit),
-)
-trainer = L.Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, limit_train_batches=3, logger=False,
-    callbacks=[WeightSync(), RolloutCheckpoint(100)], default_root_dir=folder, num_sanity_val_steps=-1,
-    val_check_interval=1,
-    enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-)
-try:
-    trainer.fit(GRPOModule("dclightning/tiny-arithmetic", mini_batches=1), data)
-except RunStoppedError as error:
-    print(f"rank {trainer.global_rank}: {error}", flush=True)
+
+
+def stop(folder, where, limit):
+    def breaks(problems, completions):
+        breaks.calls += 1
+        if trainer.global_rank == 1 and where == "training" and breaks.calls >= 2:
+            raise OSError("the server is down")
+        return [float(len(c.token_ids) % 3) for c in completions]
+
+    def validates(problems, completions):
+        rollouts = trainer.fit_loop.total_batch_idx + 1
+        if trainer.global_rank == 1 and (where, rollouts) in (("validation", 1), ("evaluation before training", 0)):
+            raise OSError("the server is down")
+        return [1.0] * len(completions)
+
+    breaks.calls = 0
+    data = RolloutDataModule(
+        "dclightning/arithmetic-train", TransformersEngine(), breaks, prompts_per_step=4, group_size=2,
+        sampling=sampling, reward_errors="stop", validation_problems={"arithmetic": "dclightning/arithmetic-test"},
+        validation_reward=validates, validation_sampling=sampling, validation_limit=limit,
+    )
+    trainer = quiet_trainer(
+        devices=2, strategy="ddp", max_epochs=1, limit_train_batches=3, enable_checkpointing=True,
+        callbacks=[WeightSync(), RolloutCheckpoint(100)], default_root_dir=folder, num_sanity_val_steps=-1,
+        val_check_interval=1, use_distributed_sampler=False,
+    )
+    try:
+        trainer.fit(GRPOModule("dclightning/tiny-arithmetic", mini_batches=1), data)
+        said = ""
+    except RunStoppedError as error:
+        said = str(error)
+    (folder / f"{trainer.global_rank}.txt").write_text(said)
+
+
+for where, limit in {"training": 3, "validation": 3, "evaluation before training": 3, "nowhere": 1}.items():
+    folder = Path(sys.argv[1]) / where
+    folder.mkdir(exist_ok=True)
+    stop(folder, where, limit)
 """
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """What each of two ranks said, and where the last checkpoint stands, by where a reward failed on the second."""
+    folder = tmp_path_factory.mktemp("stopped")
+    (folder / "child.py").write_text(STOPPING)
+    ranks.torchrun(2, str(folder / "child.py"), str(folder))
+    found = {}
+    for where in folder.iterdir():
+        if where.is_dir():
+            last = where / "checkpoints" / "last.ckpt"
+            state = torch.load(last, weights_only=True)["RolloutDataModule"] if last.exists() else None
+            found[where.name] = [(where / f"{rank}.txt").read_text() for rank in range(2)], state
+    return found
+
+
 @pytest.mark.parametrize("where", ["training", "validation", "evaluation before training"])
-def test_all_ranks_stop_where_a_reward_fails_on_one(tmp_path, where):
-    out = run_two_ranks(tmp_path, where, limit=3)
-    assert "rank 0: another rank has stopped the run" in out
-    assert "rank 1: reward " in out
-    assert "OSError: the server is down" in out
+def test_all_ranks_stop_where_a_reward_fails_on_one(stopped, where):
+    (first, second), state = stopped[where]
+    assert first == "another rank has stopped the run"
+    assert second.startswith("reward ")
+    assert "OSError: the server is down" in second
     if where != "evaluation before training":
-        saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-        assert saved["RolloutDataModule"] == {"step": 1}
+        assert state == {"step": 1}
 
 
-def test_a_rank_without_problems_waits_for_the_others(tmp_path):
-    assert run_two_ranks(tmp_path, "nowhere", limit=1) == ""
-    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["RolloutDataModule"] == {"step": 3}
-
-
-def run_two_ranks(tmp_path, where, limit):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    script = tmp_path / "child.py"
-    script.write_text(STOPPING)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), where, str(tmp_path), str(limit)],
-        env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True, text=True,
-    )  # fmt: skip
-    return done.stdout
+def test_a_rank_without_problems_waits_for_the_others(stopped):
+    assert stopped["nowhere"] == (["", ""], {"step": 3})
 
 
 MEASURE = """
@@ -372,40 +373,42 @@ from dclightning.calibrate import calibrate, write
 from dclightning.callbacks import WeightSync
 from dclightning.examination import examine
 from dclightning.inspection import find
+from tests.helpers import quiet_trainer
 from pathlib import Path
 
-tensor_parallel_size, out = int(sys.argv[1]), Path(sys.argv[2])
-torch.set_num_threads(1)
-module = GRPOModule("dclightning/tiny-arithmetic", mini_batches=1)
-data = RolloutDataModule(
-    "dclightning/arithmetic-train", TransformersEngine(), prompts_per_step=4, sampling=Sampling(max_tokens=20)
-)
-trainer = L.Trainer(
-    accelerator="cpu", devices=2, strategy=ParallelStrategy(tensor_parallel_size=tensor_parallel_size), logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[WeightSync()],
-    use_distributed_sampler=False,
-)
-calibration = calibrate(trainer, module, data, rollouts=1, positions=16, output=out)
-sharded = all(isinstance(p, DTensor) for p in module.model.parameters())
-findings = examine(trainer, module, data)
-if trainer.is_global_zero:
-    write(calibration, [], out)
-    assert find(out) == out / "responses.jsonl"
-torch.save({"report": calibration.report(), "sharded": sharded, "findings": [(f.check, f.state) for f in findings]},
-           out / f"{trainer.global_rank}.pt")
+for tensor_parallel_size in (1, 2):
+    out = Path(sys.argv[1]) / str(tensor_parallel_size)
+    out.mkdir(exist_ok=True)
+    module = GRPOModule("dclightning/tiny-arithmetic", mini_batches=1)
+    data = RolloutDataModule(
+        "dclightning/arithmetic-train", TransformersEngine(), prompts_per_step=4, sampling=Sampling(max_tokens=20)
+    )
+    trainer = quiet_trainer(
+        devices=2, strategy=ParallelStrategy(tensor_parallel_size=tensor_parallel_size), callbacks=[WeightSync()],
+        use_distributed_sampler=False,
+    )
+    calibration = calibrate(trainer, module, data, rollouts=1, positions=16, output=out)
+    sharded = all(isinstance(p, DTensor) for p in module.model.parameters())
+    findings = examine(trainer, module, data)
+    if trainer.is_global_zero:
+        write(calibration, [], out)
+        assert find(out) == out / "responses.jsonl"
+    found = {"report": calibration.report(), "sharded": sharded, "findings": [(f.check, f.state) for f in findings]}
+    torch.save(found, out / f"{trainer.global_rank}.pt")
 """
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured")
+    (folder / "measure.py").write_text(MEASURE)
+    ranks.torchrun(2, str(folder / "measure.py"), str(folder))
+    return {tp: [torch.load(folder / str(tp) / f"{rank}.pt") for rank in range(2)] for tp in (1, 2)}
+
+
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_calibrate_and_doctor_on_two_ranks(tmp_path, tensor_parallel_size):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    (tmp_path / "measure.py").write_text(MEASURE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(tmp_path / "measure.py"), str(tensor_parallel_size), str(tmp_path)]
-    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=300)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+def test_calibrate_and_doctor_on_two_ranks(measured, tensor_parallel_size):
+    first, second = measured[tensor_parallel_size]
     assert first["report"] == second["report"]
     assert first["report"]["responses"] == 32
     assert first["report"]["divergences"]["kl"]["max"] < 1e-6  # both policies compute in FP32

@@ -1,6 +1,5 @@
 """The loop without the Trainer computes what the Trainer does, and stays short."""
 
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from dclightning import AdamW, GRPOModule
 from dclightning.callbacks import LagrangianCallback
 from dclightning.models import named_weights
 from tests.helpers import TINY, nearly_on_policy, random_rollout, train
+from tests.ranks import torchrun
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "fabric_loop.py"
@@ -107,10 +107,7 @@ torch.save(found, f"{sys.argv[1]}/{rank}.pt")
 @pytest.mark.slow
 def test_two_ranks_give_what_one_gives(tmp_path, settings):
     (tmp_path / "child.py").write_text(CHILD)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    child = [str(tmp_path / "child.py"), str(tmp_path)]
-    subprocess.run([*command, *child], env=environment, cwd=ROOT, check=True, timeout=300)
+    torchrun(2, str(tmp_path / "child.py"), str(tmp_path))
     rows, weights = looped(Fabric(accelerator="cpu", devices=1), given_rollouts())
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for layout in ("ddp", "fsdp2", "tp"):
