@@ -11,6 +11,7 @@ from dclightning.errors import UserError
 from dclightning.memory import (
     Layout,
     Part,
+    adapter_count,
     communication_buffers,
     engine_weights,
     engine_workspace,
@@ -123,7 +124,7 @@ def estimate(
         mfu=mfu,
         bandwidth_utilization=bandwidth_utilization,
     )
-    items, problems = _training(config, of, layout, module, work), list[str]()
+    items, problems = _training(config, of, layout, module, work, datamodule.one_step_off), list[str]()
     passes = 2 if module.reference_kl.coefficient else 1
     times = scoring_and_update(
         config, of, layout, work, device, module.precision, module.gradient_checkpointing, passes
@@ -177,8 +178,8 @@ def _check(
         )
 
 
-def _training(config: Any, of: list[Part], layout: Layout, module: Any, work: Work) -> list[Item]:
-    held = total(of, "held")
+def _training(config: Any, of: list[Part], layout: Layout, module: Any, work: Work, one_step_off: bool) -> list[Item]:
+    held = trained = total(of, "held")
     share = f"{held / 1e6:,.1f} of {total(of) / 1e6:,.1f} million parameters"
     lengths = _micro_batch(layout, module, work)
     one = of_one_rank(config, layout.tensor_parallel_size, layout.expert_parallel_size)
@@ -187,16 +188,22 @@ def _training(config: Any, of: list[Part], layout: Layout, module: Any, work: Wo
     more = "a layer computed again" if checkpointing else "of the backward pass"
     gathered_bytes = 2 if module.precision == "bfloat16" and layout.ranks > 1 else 4
     buffers = communication_buffers(of, layout, gathered_bytes)
-    items = [
-        Item("weights", f"FP32, {share}", 4.0 * held),
-        Item("gradients", "FP32", 4.0 * held, ("update", "step")),
-        Item("AdamW", "two FP32 numbers a parameter", 8.0 * held),
-        Item("AdamW's temporaries", "FP32", 4.0 * held, ("step",)),
+    items = [Item("weights", f"FP32, {share}", 4.0 * held)]
+    if module.lora is not None:
+        adapters = adapter_count(config, module.lora)
+        trained = -(-adapters // layout.replicas) if layout.sharded else adapters
+        items.append(Item("adapters", f"FP32, {adapters / 1e6:,.1f} million in all", 4.0 * trained))
+    items += [
+        Item("gradients", "FP32", 4.0 * trained, ("update", "step")),
+        Item("AdamW", "two FP32 numbers a parameter", 8.0 * trained),
+        Item("AdamW's temporaries", "FP32", 4.0 * trained, ("step",)),
         Item("activations", f"{sum(lengths):,} tokens, kept for the backward pass", passed.kept, ("update",)),
         Item("temporaries", f"{more}, logits (128 MiB at a time)", passed.peak - passed.kept, ("update",)),
     ]
-    if module.reference_kl.coefficient:
+    if module.reference_kl.coefficient and module.lora is None:  # with adapters it is the policy without them
         items.append(Item("reference policy", f"FP32, {share}", 4.0 * held))
+    if one_step_off:
+        items.append(Item("policy that sampled", "FP32, the copy for one_step_off", 4.0 * held))
     if buffers:
         how = "gathered layers, gradients on their way" if layout.sharded else "DDP's buckets"
         items.append(Item("communication", how, buffers, ("update",)))
@@ -254,7 +261,7 @@ def _helps(items: list[Item], layout: Layout, module: Any, engine: Any, work: Wo
         helps.append(f"trainer.strategy: dclightning.ParallelStrategy, which shards the {states:.1f} GiB of states")
     else:
         helps.append(f"twice the GPUs: about {states / 2:.1f} GiB less of states")
-    if module.reference_kl.coefficient:
+    if "reference policy" in size:
         helps.append(f"model.reference_kl.coefficient: 0 (the reference policy is {size['reference policy']:.1f} GiB)")
     if not isinstance(engine, VLLMEngine):
         return helps

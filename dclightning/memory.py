@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from dclightning.lora import LoRA, add_adapters
 from dclightning.rehearsal import head_dim
 from dclightning.strategies import EXPERT_COUNTS
 
@@ -69,6 +70,13 @@ def skeleton(config: Any) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
+
+
+def adapter_count(config: Any, lora: LoRA) -> int:
+    """Numbers of the adapters beside a model's linear layers."""
+    model = skeleton(config)
+    add_adapters(model, lora, seed=0)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def parts(model: Any, layout: Layout) -> list[Part]:

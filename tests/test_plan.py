@@ -288,6 +288,18 @@ def test_a_sleeping_engine_leaves_its_memory_to_the_update(capsys, published):
     assert f"Fits: {80e9 / 2**30 - max(asleep):.1f} GiB" in printed
 
 
+def test_adapters_alone_have_gradients_and_a_copy_takes_as_much_as_the_weights(capsys, published):
+    paths = [str(ROOT / "configs" / "scale" / f"{name}.yaml") for name in ("lora", "one-step-off")]
+    overlays = [word for path in paths for word in ("--config", path)]
+    printed, _ = planned(capsys, "paper/qwen3-8b.yaml", *overlays, "--model.model", str(published["short"]))
+    model = skeleton(AutoConfig.from_pretrained(published["short"]))
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head]
+    adapters = 16 * sum(layer.in_features + layer.out_features for layer in layers)
+    assert f"FP32, {adapters / 1e6:,.1f} million in all" in printed
+    assert column(printed, "AdamW") == pytest.approx([8 * adapters / 8 / 2**30] * 3, abs=0.006)
+    assert column(printed, "policy that sampled") == column(printed, "weights")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
