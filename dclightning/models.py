@@ -125,7 +125,8 @@ def load_policy(
     elif parallel is not None and lora is not None:
         shard_adapters(model, parallel.device_mesh["data_parallel"], precision)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # Nothing is random in a pass; and the generators' states are not touched while an engine may draw from them.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         model.train()
     add_logprobs(model, precision)
     return model

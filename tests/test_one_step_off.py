@@ -44,7 +44,7 @@ class Steps(L.Callback):
 
 def fit(engine, folder, rollouts, one_step_off=True, ckpt_path=None, others=(), **options):
     engine.asked, steps = 0, Steps()
-    module = GRPOModule(TINY, optimizer=AdamW(lr=1e-3), mini_batches=2)
+    module = GRPOModule(TINY, optimizer=AdamW(lr=1e-3), mini_batches=2, gradient_checkpointing=True)
     data = RolloutDataModule(
         "dclightning/arithmetic-train",
         engine,
