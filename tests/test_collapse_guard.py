@@ -21,6 +21,7 @@ from dclightning.callbacks import (
 )
 from dclightning.callbacks.collapse_guard import TRENDS
 from dclightning.errors import RunStoppedError, UserError
+from dclightning.rollout.ahead import Ahead
 from dclightning.rollout.datamodule import RolloutLoader
 from dclightning.trends import Trend, deviation
 from tests.helpers import TINY, GivenRollouts, random_rollout, train
@@ -165,6 +166,7 @@ class Streamed(GivenRollouts):
 
     def __init__(self, rollouts):
         super().__init__(rollouts)
+        self.ahead = Ahead()
         self.step, self.engine = 0, self
 
     def train_dataloader(self):

@@ -266,11 +266,12 @@ class VLLMEngine:
         """Shut vLLM down and free its memory."""
         if self._llm is None:
             return
+        from vllm.distributed import parallel_state
         from vllm.v1.engine import core
 
         clean_up = core.cleanup_dist_env_and_memory
         if not self._owns_process_group:  # which outlives the engine, and vLLM would destroy
-            core.cleanup_dist_env_and_memory = lambda: None
+            core.cleanup_dist_env_and_memory = parallel_state.destroy_model_parallel
         try:
             self._llm.llm_engine.engine_core.shutdown()
         finally:
