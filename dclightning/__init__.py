@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dclightning.reference_kl import ReferenceKL
     from dclightning.rewards.math import MathReward
     from dclightning.rollout.datamodule import RolloutDataModule
+    from dclightning.rollout.remote import RemoteEngine
     from dclightning.rollout.transformers import TransformersEngine
     from dclightning.rollout.types import Completion, Rollout, Sampling
     from dclightning.rollout.vllm import VLLMEngine
@@ -44,6 +45,7 @@ _WHERE = {
     "PolicyLoss": "dclightning.policy_loss",
     "PPOClip": "dclightning.policy_loss",
     "ReferenceKL": "dclightning.reference_kl",
+    "RemoteEngine": "dclightning.rollout.remote",
     "Rollout": "dclightning.rollout.types",
     "RolloutDataModule": "dclightning.rollout.datamodule",
     "Sampling": "dclightning.rollout.types",
@@ -73,6 +75,7 @@ __all__ = [
     "PolicyLoss",
     "PPOClip",
     "ReferenceKL",
+    "RemoteEngine",
     "Rollout",
     "RolloutDataModule",
     "Sampling",

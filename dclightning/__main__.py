@@ -14,6 +14,7 @@ COMMANDS = {
     "calibrate": ("dclightning.cli", "measure the discrepancy before a run, and propose a budget"),
     "inspect": ("dclightning.inspection", "write a page of responses coloured by their discrepancy"),
     "evaluate": ("dclightning.evaluate", "measure policies on benchmarks, as they are deployed"),
+    "serve": ("dclightning.serve", "sample for runs on other machines: vLLM behind a token"),
     "export": ("dclightning.export", "write a checkpoint as a folder that transformers and vLLM load"),
     "prepare": ("dclightning.prepare", "drop the problems that had better not be trained on"),
     "score": ("dclightning.score", "judge the answers of responses in a file"),

@@ -25,7 +25,7 @@ from dclightning.data.benchmarks import BENCHMARKS, load_benchmarks
 from dclightning.data.problems import Problem
 from dclightning.errors import UserError, one_line
 from dclightning.evaluation import Evaluated, evaluated, from_line, measures, to_line
-from dclightning.models import load_tokenizer, longest_context, resolve_model
+from dclightning.models import glance, load_tokenizer, longest_context, resolve_model
 from dclightning.rewards.math import MathReward
 from dclightning.rewards.scoring import Scorer
 from dclightning.rollout.engine import RolloutEngine
@@ -240,16 +240,7 @@ def _identity(model: str) -> list[Any]:
     """A model's name; of a folder also what is in it, for that may be another tomorrow."""
     folder = Path(resolve_model(model))
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")]) if folder.is_dir() else []
-    return [str(Path(model)), *([file.name, _glance(file)] for file in weights)]
-
-
-def _glance(file: Path) -> str:
-    """A hash of a file's size, beginning and end."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        beginning = opened.read(2**20)
-        opened.seek(max(0, size - 2**20))
-        return sha256(repr(size).encode() + beginning + opened.read()).hexdigest()
+    return [str(Path(model)), *([file.name, glance(file)] for file in weights)]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from dclightning.lora import add_adapters
 from dclightning.models import TokenScores, from_pretrained, named_weights
 from dclightning.rewards.math import MathReward
 from dclightning.rollout.engine import RolloutEngine
+from dclightning.rollout.remote import RemoteEngine
 from dclightning.rollout.types import Completion, Rollout
 from dclightning.strategies import ParallelStrategy
 
@@ -97,7 +98,8 @@ def memory(module: Any, datamodule: Any, trainer: Any) -> Finding:
     shards = trainer.world_size if isinstance(trainer.strategy, ParallelStrategy) else 1
     training = (4 * count + 12 * trained) / shards
     engine = datamodule.engine
-    weights = count * (4 if getattr(engine, "dtype", "") == "float32" else 2)
+    elsewhere = isinstance(engine, RemoteEngine)
+    weights = 0 if elsewhere else count * (4 if getattr(engine, "dtype", "") == "float32" else 2)
     found = f"{count / 1e6:,.0f} million parameters: training {training / GIB:.1f} GiB, engine {weights / GIB:.1f} GiB"
     if trainer.strategy.root_device.type == "cuda":
         there = torch.cuda.get_device_properties(0).total_memory
@@ -107,7 +109,7 @@ def memory(module: Any, datamodule: Any, trainer: Any) -> Finding:
         needed = training + share
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        cache = getattr(engine, "kv_cache_gib", None)
+        cache = 0.0 if elsewhere else getattr(engine, "kv_cache_gib", None)
         needed = training + weights + (1.0 if cache is None else cache) * GIB
     found += f" and its cache, of {there / GIB:.0f} GiB a device; activations come on top"
     return Finding("memory", "ok" if needed < there else "wrong", found, "" if needed < there else "more devices")

@@ -1,0 +1,363 @@
+"""Two real servers, started as the documentation says: equal to an engine in this process, until they are killed."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from dclightning import RemoteEngine, Sampling, VLLMEngine
+from dclightning.errors import RunStoppedError, UserError
+from dclightning.models import load_policy, named_weights, resolve_model
+from dclightning.rollout.servers import LOADED, TOKEN, WEIGHTS
+from tests.helpers import TINY
+from tests.test_models import FAMILIES, saved
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = (ROOT / "docs" / "servers.md").read_text()
+PROMPTS = [[6, 40 + i, 41, 42, 7] for i in range(12)]
+SAMPLING = Sampling(max_tokens=40)
+
+
+def dclightning(*arguments, **options):
+    return [sys.executable, "-m", "dclightning", *arguments], {
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+        **options,
+    }
+
+
+class Fleet:
+    """The servers of the document's first commands, on free ports."""
+
+    def __init__(self, folder):
+        commands = re.findall(r"^dclightning (serve .*--port 800\d)$", DOCUMENT, flags=re.MULTILINE)
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in commands]
+        self.ports = [s.getsockname()[1] for s in sockets]
+        self.commands = [re.sub(r"800\d$", str(port), c).split() for c, port in zip(commands, self.ports, strict=True)]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
+        self.processes, self.children, self.folder = {}, [], folder
+        for s in sockets:
+            s.close()
+
+    def start(self, *which):
+        for i in which:
+            command, options = dclightning(*self.commands[i])
+            log = (self.folder / f"server-{i}.log").open("a")
+            self.processes[i] = subprocess.Popen(command, stdout=log, stderr=log, **options)
+
+    def family(self, i):
+        process = psutil.Process(self.processes[i].pid)
+        return [process, *process.children(recursive=True)]
+
+    def stop(self):
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN, "secret")
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"))
+        fleet.start(0, 1)
+        yield fleet
+        fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def remote(fleet):
+    engine = RemoteEngine(fleet.urls, responses_at_once=12, start_seconds=200, retry_seconds=2)
+    engine.start(resolve_model(TINY), max_length=400)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def local():
+    engine = VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)
+    engine.start(resolve_model(TINY), max_length=400)
+    yield engine
+    engine.close()
+
+
+def moved(scale):
+    model = load_policy(TINY)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale if parameter.dim() > 1 else 1)
+    return model
+
+
+@pytest.mark.slow
+def test_pushed_weights_are_sampled_with_as_in_this_process(remote, local):
+    before = remote.distributions(PROMPTS, 1.0)
+    model = moved(1.1)
+    for engine in (remote, local):
+        engine.load_weights(named_weights(model), 3)
+    after = remote.distributions(PROMPTS, 1.0)
+    assert (after - before).exp().max() > 1.5
+    torch.testing.assert_close(after, local.distributions(PROMPTS, 1.0), rtol=1e-4, atol=1e-4)
+    assert remote.version == 3
+    assert remote.differing_weights(named_weights(model)) == []
+    assert "model.embed_tokens.weight" in remote.differing_weights(named_weights(moved(1.2)))
+    # The log-probs of what it samples are those distributions'.
+    completions = remote.generate(PROMPTS, SAMPLING, 2, seed=0)
+    firsts = torch.tensor([(i, c.token_ids[0]) for i in range(12) for c in completions[2 * i : 2 * i + 2]])
+    told = torch.tensor([c.logprobs[0] for c in completions])
+    torch.testing.assert_close(told, after[firsts[:, 0], firsts[:, 1]], rtol=1e-3, atol=1e-3)
+    assert all(len(c.ranks) == len(c.logprobs) == len(c.token_ids) for c in completions)
+
+
+@pytest.mark.slow
+def test_it_does_not_matter_which_server_answers(fleet, remote):
+    told = []
+    both = remote.generate(PROMPTS, SAMPLING, 4, 1, lambda place, group: told.append((place, group)))
+    assert sorted(place for place, _ in told) == list(range(12))
+    assert all(group == both[4 * place : 4 * place + 4] for place, group in told)
+    assert len({tuple(c.token_ids) for c in both}) > 40
+    for server, url in zip(remote._servers.all, fleet.urls, strict=True):
+        server.cause = "not asked"
+        alone = remote.generate(PROMPTS, SAMPLING, 4, seed=1)
+        server.cause = None
+        # Batches are others, and so is their rounding: now and then a token is, too.
+        assert sum(a.token_ids == b.token_ids for a, b in zip(alone, both, strict=True)) > 40, url
+    other = remote.generate(PROMPTS, SAMPLING, 4, seed=2)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(other, both, strict=True)) < 10
+    assert remote.generate([], SAMPLING, 4, seed=1) == []
+
+
+@pytest.mark.slow
+def test_long_prompts_are_read_whole(remote):
+    prompts = [[6, *[40 + i % 7] * 300, 7] for i in range(24)]  # more tokens than vLLM computes in a step
+    completions = remote.generate(prompts, Sampling(max_tokens=4), 1, seed=1)
+    assert all(1 <= len(c.token_ids) <= 4 for c in completions)
+
+
+@pytest.mark.slow
+def test_only_who_has_the_token_may_ask(fleet, remote):
+    for path in ("/v1/models", "/metrics", "/dclightning/status", "/dclightning/weights/1/0"):
+        for headers in ({}, {"Authorization": "Bearer guess"}):
+            assert httpx.get(fleet.urls[0] + path, headers=headers).status_code == 401, path
+    assert httpx.get(f"{fleet.urls[0]}/health").status_code == 200
+    known = {"Authorization": "Bearer secret"}
+    answer = httpx.get(f"{fleet.urls[0]}/v1/models", headers=known)
+    assert answer.status_code == 200
+    assert answer.headers[WEIGHTS] == remote._weights  # every answer says which weights there are
+    refused = httpx.get(f"{fleet.urls[0]}/v1/models", headers={**known, WEIGHTS: LOADED})
+    assert (refused.status_code, "has weights" in refused.text) == (409, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN, "guess")
+        stranger = RemoteEngine(fleet.urls)
+        with pytest.raises(UserError, match="refuses: 401: wrong token"):
+            stranger.start(resolve_model(TINY), 100)
+        stranger.close()
+
+
+@pytest.mark.slow
+def test_what_is_not_served_is_refused(fleet, remote, tmp_path):
+    other = saved(tmp_path, FAMILIES["qwen3"]())
+    for model, length, message in (
+        (other, 100, "serves a model of another configuration"),
+        (resolve_model(TINY), 1000, "serves max_length=512, 1000 are needed"),
+    ):
+        engine = RemoteEngine(fleet.urls)
+        with pytest.raises(UserError, match=message):
+            engine.start(str(model), length)
+        engine.close()
+    nobody = RemoteEngine(["http://127.0.0.1:9"], start_seconds=0.1)
+    with pytest.raises(UserError, match="127.0.0.1:9 has not answered within start_seconds=0.1: .*ConnectError"):
+        nobody.start(resolve_model(TINY), 100)
+    nobody.close()
+
+
+TWO_RANKS = """
+import os, sys
+import torch
+from torch import distributed
+from dclightning import RemoteEngine, Sampling
+from dclightning.errors import RunStoppedError
+from dclightning.models import load_policy, named_weights, resolve_model
+
+distributed.init_process_group("gloo")
+engine = RemoteEngine(sys.argv[1:], retry_seconds=2)
+engine.start(resolve_model("dclightning/tiny-arithmetic"), 100)
+model = load_policy("dclightning/tiny-arithmetic")
+taken = []
+engine.load_weights(((taken.append(name), (name, weight))[1] for name, weight in named_weights(model)), 1)
+assert len(taken) == len(dict(model.named_parameters()))  # each rank takes part in gathering
+(completion,) = engine.generate([[6, 40, 7]], Sampling(max_tokens=20), 1, seed=0)
+print(engine.version, completion.token_ids, flush=True)
+engine.load_weights([("lm_head.weight", torch.zeros(2, 2))], 2)
+try:
+    engine.generate([[6, 40, 7]], Sampling(max_tokens=20), 1, seed=0)
+except RunStoppedError as error:
+    print(error, flush=True)
+engine.load_weights(named_weights(model), 3)
+assert engine.generate([[6, 40, 7]], Sampling(max_tokens=20), 1, seed=0)[0].token_ids == completion.token_ids
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_pushes_and_all_stop_if_that_fails(fleet, remote, tmp_path):
+    (tmp_path / "rank.py").write_text(TWO_RANKS)
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "rank.py", *fleet.urls],
+            env={**os.environ, **where, "RANK": str(rank)}, text=True, stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert said[0] == said[1]
+    assert said[0].startswith("1 [")
+    for url in fleet.urls:
+        assert f"{url}: 422: weight lm_head.weight has the shape (2, 2), and in the model None" in said[0]
+
+
+@pytest.mark.slow
+def test_doctor_finds_servers_sound(fleet):
+    from tests.test_doctor import examined
+
+    engine = RemoteEngine(fleet.urls)
+    assert {finding.state for finding in examined(engine)} == {"ok"}
+
+
+MINE = """
+import json, os, signal
+import lightning as L
+from dclightning import RemoteEngine
+
+
+class Killing(RemoteEngine):
+    '''Kills servers as soon as the first prompt of a rollout is done.'''
+
+    def __init__(self, victims: dict[str, int], **options):
+        super().__init__(**options)
+        self.victims, self.calls = victims, 0
+
+    def generate(self, prompts, sampling, group_size, seed, finished=None):
+        places = []
+
+        def told(place, group):
+            if not places and (victim := self.victims.get(str(self.calls))):
+                os.kill(victim, signal.SIGKILL)
+            places.append(place)
+            finished(place, group)
+
+        completions = super().generate(prompts, sampling, group_size, seed, told)
+        assert sorted(places) == list(range(len(prompts)))
+        assert len(completions) == len(prompts) * group_size
+        self.calls += 1
+        return completions
+
+
+class Trace(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        row = {"rollout": trainer.fit_loop.total_batch_idx, "lengths": batch.response_lengths.tolist(),
+               "prompts": batch.prompt_lengths.tolist(), "version": batch.weight_version,
+               "loss": float(trainer.callback_metrics["train/loss"])}
+        with open("trace.jsonl", "a") as file:
+            print(json.dumps(row), file=file)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_outlives_one_server_and_is_saved_when_both_are_dead(fleet, remote, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (command,) = re.findall(r"^dclightning (fit .*)$", DOCUMENT, flags=re.MULTILINE)
+    words = [str(ROOT / word) if word.startswith("configs/") else word for word in command.split()]
+    words += ["--data.prompts_per_step=8", "--data.group_size=4", "--trainer.limit_train_batches=4"]
+    words += ["--data.validation_problems={}", "--trainer.callbacks+=mine.Trace"]
+
+    def fit(*options, urls=fleet.urls):
+        (tmp_path / "trace.jsonl").unlink(missing_ok=True)
+        listed = ["--data.engine.responses_at_once=8", "--data.engine.retry_seconds=2", f"--data.engine.urls={urls}"]
+        run, how = dclightning(*words, *options, *listed, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(run, **how)
+        return done, [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+
+    done, undisturbed = fit()
+    assert done.returncode == 0, done.stderr
+    assert [row["version"] for row in undisturbed] == [0, 1, 2, 3]
+
+    families = [fleet.family(i) for i in range(2)]
+    victims = {"1": families[0][0].pid, "3": families[1][0].pid}
+    options = ["--data.engine=mine.Killing", f"--data.engine.victims={json.dumps(victims)}"]
+    done, before = fit(*options)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: fit: no rollout server is left" in line]
+    assert all(re.search(rf"{url}: \S.*Error\)", line) for url in fleet.urls)
+    assert len(before) == 3
+    psutil.wait_procs([process for family in families for process in family], timeout=30)
+    assert not any(process.is_running() and process.status() != "zombie" for f in families for process in f)
+
+    fleet.start(1)
+    # A restarted server does not sample with what it was started with; it waits for the next push.
+    wait_for(fleet.urls[1])
+    with pytest.raises(RunStoppedError, match=rf"{fleet.urls[1]}: 409: has weights 'default' and not"):
+        remote.generate(PROMPTS, SAMPLING, 1, seed=0)
+    remote.load_weights(named_weights(load_policy(TINY)), 4)
+    assert len(remote.generate(PROMPTS, SAMPLING, 1, seed=0)) == 12
+
+    done, after = fit("--ckpt_path=last", urls=fleet.urls[1:])
+    assert done.returncode == 0, done.stderr
+    rows = before + after
+    assert [row["rollout"] for row in rows] == [0, 1, 2, 3]
+    for row, want in zip(rows, undisturbed, strict=True):
+        assert (row["prompts"], row["version"]) == (want["prompts"], want["version"])
+    assert rows[0] == undisturbed[0]
+    same = [
+        a == b for r, w in zip(rows, undisturbed, strict=True) for a, b in zip(r["lengths"], w["lengths"], strict=True)
+    ]
+    print(sum(same), len(same), [r["loss"] for r in rows], [r["loss"] for r in undisturbed])
+    fleet.processes[0].wait(timeout=10)
+
+
+def wait_for(url):
+    until = time.monotonic() + 200
+    while time.monotonic() < until:
+        try:
+            return httpx.get(f"{url}/health").raise_for_status()
+        except httpx.HTTPError:
+            time.sleep(1)
+    raise AssertionError(f"{url} has not come back")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"urls": []}, "urls: name at least one server"),
+        ({"urls": ["10.0.0.5:8000"]}, "urls: '10.0.0.5:8000' must start with http://"),
+        ({"urls": ["http://a:1", "http://a:1"]}, "is named twice"),
+        ({"urls": ["http://a:1"], "responses_at_once": 0}, "responses_at_once=0: must be at least 1"),
+        ({"urls": ["http://a:1"], "retry_seconds": 0.0}, "retry_seconds=0.0: must be positive"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        RemoteEngine(**options)
+
+
+def test_nothing_is_served_to_others_without_a_token(tmp_path):
+    command, options = dclightning("serve", "--model", TINY, "--host", "0.0.0.0", cwd=tmp_path, capture_output=True)
+    options["env"].pop(TOKEN, None)
+    done = subprocess.run(command, text=True, timeout=120, **options)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        f"dclightning: error: serve: host='0.0.0.0': others can reach it; set {TOKEN}"
+    )
