@@ -175,7 +175,7 @@ def test_what_is_not_served_is_refused(fleet, remote, tmp_path):
             engine.start(str(model), length)
         engine.close()
     nobody = RemoteEngine(["http://127.0.0.1:9"], start_seconds=0.1)
-    with pytest.raises(UserError, match="127.0.0.1:9 has not answered within start_seconds=0.1: .*ConnectError"):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9 has not answered within start_seconds=0.1: .*ConnectError"):
         nobody.start(resolve_model(TINY), 100)
     nobody.close()
 
@@ -239,7 +239,8 @@ def test_doctor_finds_servers_sound(fleet):
 MINE = """
 import json, os, signal
 import lightning as L
-from dclightning import RemoteEngine
+from dclightning import Completion, RemoteEngine, Sampling
+from dclightning.rollout.engine import Finished
 
 
 class Killing(RemoteEngine):
@@ -249,7 +250,9 @@ class Killing(RemoteEngine):
         super().__init__(**options)
         self.victims, self.calls = victims, 0
 
-    def generate(self, prompts, sampling, group_size, seed, finished=None):
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, group_size: int, seed: int, finished: Finished | None = None
+    ) -> list[Completion]:
         places = []
 
         def told(place, group):
@@ -277,6 +280,7 @@ class Trace(L.Callback):
 
 @pytest.mark.slow
 def test_a_run_outlives_one_server_and_is_saved_when_both_are_dead(fleet, remote, tmp_path):
+    remote.load_weights(named_weights(load_policy(TINY)), 0)
     (tmp_path / "mine.py").write_text(MINE)
     (command,) = re.findall(r"^dclightning (fit .*)$", DOCUMENT, flags=re.MULTILINE)
     words = [str(ROOT / word) if word.startswith("configs/") else word for word in command.split()]
@@ -288,6 +292,7 @@ def test_a_run_outlives_one_server_and_is_saved_when_both_are_dead(fleet, remote
         listed = ["--data.engine.responses_at_once=8", "--data.engine.retry_seconds=2", f"--data.engine.urls={urls}"]
         run, how = dclightning(*words, *options, *listed, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         done = subprocess.run(run, **how)
+        assert (tmp_path / "trace.jsonl").exists(), done.stderr
         return done, [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
 
     done, undisturbed = fit()
