@@ -50,16 +50,18 @@ def serve(
     Raises:
         UserError: If others could reach it and there is no token, or vLLM refuses the model.
     """
-    from dclightning.rollout.server import Served
-
     if not os.environ.get(TOKEN) and not _is_loopback(host):
         raise UserError(f"host={host!r}: others can reach it; set {TOKEN} in the environment, or serve at 127.0.0.1")
+    if engine.sleep:
+        raise UserError("sleep=true: a server has nobody to make room for; set it to false")
     # Found by the processes that vLLM starts; the second makes one less of them on a CPU.
     os.environ[SERVING] = "1"
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dclightning.rollout.server import Served
 
     folder, max_length = resolve_model(model), max_length or longest_context(model)
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])

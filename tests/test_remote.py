@@ -270,8 +270,9 @@ class Killing(RemoteEngine):
 
 class Trace(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        row = {"rollout": trainer.fit_loop.total_batch_idx, "lengths": batch.response_lengths.tolist(),
-               "prompts": batch.prompt_lengths.tolist(), "version": batch.weight_version,
+        prompts, responses = zip(*batch.sequences())
+        row = {"rollout": trainer.fit_loop.total_batch_idx, "versions": batch.weight_versions.unique().tolist(),
+               "prompts": [ids.tolist() for ids in prompts], "responses": [ids.tolist() for ids in responses],
                "loss": float(trainer.callback_metrics["train/loss"])}
         with open("trace.jsonl", "a") as file:
             print(json.dumps(row), file=file)
@@ -285,7 +286,7 @@ def test_a_run_outlives_one_server_and_is_saved_when_both_are_dead(fleet, remote
     (command,) = re.findall(r"^dclightning (fit .*)$", DOCUMENT, flags=re.MULTILINE)
     words = [str(ROOT / word) if word.startswith("configs/") else word for word in command.split()]
     words += ["--data.prompts_per_step=8", "--data.group_size=4", "--trainer.limit_train_batches=4"]
-    words += ["--data.validation_problems={}", "--trainer.callbacks+=mine.Trace"]
+    words += ["--data.validation_problems=null", "--trainer.callbacks+=mine.Trace"]
 
     def fit(*options, urls=fleet.urls):
         (tmp_path / "trace.jsonl").unlink(missing_ok=True)
@@ -297,7 +298,7 @@ def test_a_run_outlives_one_server_and_is_saved_when_both_are_dead(fleet, remote
 
     done, undisturbed = fit()
     assert done.returncode == 0, done.stderr
-    assert [row["version"] for row in undisturbed] == [0, 1, 2, 3]
+    assert [row["versions"] for row in undisturbed] == [[0], [1], [2], [3]]
 
     families = [fleet.family(i) for i in range(2)]
     victims = {"1": families[0][0].pid, "3": families[1][0].pid}
@@ -324,13 +325,11 @@ def test_a_run_outlives_one_server_and_is_saved_when_both_are_dead(fleet, remote
     rows = before + after
     assert [row["rollout"] for row in rows] == [0, 1, 2, 3]
     for row, want in zip(rows, undisturbed, strict=True):
-        assert (row["prompts"], row["version"]) == (want["prompts"], want["version"])
-    assert rows[0] == undisturbed[0]
-    same = [
-        a == b for r, w in zip(rows, undisturbed, strict=True) for a, b in zip(r["lengths"], w["lengths"], strict=True)
-    ]
-    print(sum(same), len(same), [r["loss"] for r in rows], [r["loss"] for r in undisturbed])
-    fleet.processes[0].wait(timeout=10)
+        assert (row["prompts"], row["versions"]) == (want["prompts"], want["versions"])
+        # Batches are others when a server is missing, and so is their rounding: now and then a token is, too.
+        assert sum(a == b for a, b in zip(row["responses"], want["responses"], strict=True)) >= 28
+        if row["responses"] == want["responses"]:
+            assert row["loss"] == pytest.approx(want["loss"], abs=1e-4)
 
 
 def wait_for(url):
@@ -366,3 +365,10 @@ def test_nothing_is_served_to_others_without_a_token(tmp_path):
     assert done.stderr.splitlines()[-1].startswith(
         f"dclightning: error: serve: host='0.0.0.0': others can reach it; set {TOKEN}"
     )
+
+
+def test_the_server_for_other_machines_has_the_options_that_are_printed(tmp_path):
+    (command,) = re.findall(r"^dclightning (serve .*--host 0.0.0.0)$", DOCUMENT, flags=re.MULTILINE)
+    words, options = dclightning(*command.split(), "--print_config", cwd=tmp_path, capture_output=True, timeout=120)
+    done = subprocess.run(words, text=True, **options)
+    assert (done.returncode, "quantization: fp8" in done.stdout) == (0, True), done.stderr

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import logging
 import os
 from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import asdict
@@ -26,8 +25,6 @@ from dclightning.seeds import derive_seed
 
 CHUNK = 2**28
 """Bytes of weights that are pushed at a time, but at least one of them."""
-
-log = logging.getLogger(__name__)
 
 
 class RemoteEngine:
@@ -174,18 +171,18 @@ class RemoteEngine:
         self.version = version
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """The names of weights that a server holds otherwise than given; of quantised ones it cannot tell."""
+        """Names of weights that a server holds otherwise than given; it cannot tell of quantised or split ones."""
         dtype = getattr(torch, self.dtype)
         sent = {name: checksum(weight.to(dtype)) for name, weight in weights}
         found: list[str] = []
         for answer in self._run(self._servers.ask_all("GET", "checksums")):
-            workers = answer.json()
-            if len(workers) > 1:
-                log.warning("Weights that are split over several GPUs cannot be compared")
-            else:
+            if len(workers := answer.json()) == 1:
                 held, fused = workers[0]
                 found += differing(held, fused, sent)
         return list(dict.fromkeys(found))
+
+    def make_room(self) -> None:
+        """The servers have their memory for themselves."""
 
     def close(self) -> None:
         """Leave the servers, which go on."""
