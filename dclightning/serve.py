@@ -81,6 +81,8 @@ def serve(
         asyncio.run(run_server(arguments, timeout_graceful_shutdown=5))
     except OSError as error:
         raise UserError(f"host={host!r}, port={port}: {error.strerror or error}") from error
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"vLLM cannot serve model={model!r}: {' '.join(str(error).split())}") from error
 
 
 def _is_loopback(host: str) -> bool:
