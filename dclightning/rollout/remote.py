@@ -86,6 +86,11 @@ class RemoteEngine:
         """That the servers compute in, once they have said so."""
         return str(self._status["dtype"])
 
+    @property
+    def routing_replay(self) -> bool:
+        """Whether they tell the experts, once they have said so."""
+        return bool(self._status["settings"]["routing_replay"])
+
     def start(self, model: str, max_length: int) -> None:
         """Wait until all servers answer; see :class:`~dclightning.rollout.engine.RolloutEngine`.
 
