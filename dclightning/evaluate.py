@@ -25,7 +25,8 @@ from dclightning.data.benchmarks import BENCHMARKS, load_benchmarks
 from dclightning.data.problems import Problem
 from dclightning.errors import UserError, one_line
 from dclightning.evaluation import Evaluated, evaluated, from_line, measures, to_line
-from dclightning.models import glance, load_tokenizer, longest_context, resolve_model
+from dclightning.identity import glance
+from dclightning.models import load_tokenizer, longest_context, resolve_model
 from dclightning.rewards.math import MathReward
 from dclightning.rewards.scoring import Scorer
 from dclightning.rollout.engine import RolloutEngine

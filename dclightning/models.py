@@ -1,9 +1,7 @@
 """Training policies: any causal language model of transformers, its token log-probs, its weights."""
 
-import json
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from types import MethodType
@@ -59,31 +57,6 @@ def has_experts(config: Any) -> bool:
     """Whether a model is a mixture of experts."""
     text = config.get_text_config()
     return any(getattr(text, name, None) for name in EXPERT_COUNTS)
-
-
-def architecture(name: str) -> str:
-    """A hash of what a model's config says of its computation: the same on machines with different folders."""
-    config = from_pretrained(AutoConfig, name).to_dict()
-    for key in ("_name_or_path", "transformers_version", "dtype"):
-        config.pop(key, None)
-    return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
-def fingerprint(name: str) -> str:
-    """A hash of a model's weight files, if it is a folder, or else its name."""
-    folder = Path(resolve_model(name))
-    if not folder.is_dir():
-        return name
-    return sha256("".join(map(glance, sorted(folder.glob("*.safetensors")))).encode()).hexdigest()
-
-
-def glance(file: Path) -> str:
-    """A hash of a file's size, beginning and end."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        beginning = opened.read(2**20)
-        opened.seek(max(0, size - 2**20))
-        return sha256(repr(size).encode() + beginning + opened.read()).hexdigest()
 
 
 class TokenScores(NamedTuple):

@@ -13,7 +13,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from transformers import AutoConfig
 
 from dclightning.errors import UserError, one_line
-from dclightning.models import architecture, fingerprint, from_pretrained, longest_context, resolve_model
+from dclightning.identity import architecture, fingerprint
+from dclightning.models import from_pretrained, longest_context, resolve_model
 from dclightning.rollout.plugin import SERVING, TRANSFER
 from dclightning.rollout.servers import TOKEN
 from dclightning.rollout.vllm import VLLMEngine
@@ -54,6 +55,8 @@ def serve(
         raise UserError(f"host={host!r}: others can reach it; set {TOKEN} in the environment, or serve at 127.0.0.1")
     if engine.sleep:
         raise UserError("sleep=true: a server has nobody to make room for; set it to false")
+    if engine.lora_rank:
+        raise UserError(f"lora_rank={engine.lora_rank}: must be 0, for runs push adapters merged into the weights")
     # Found by the processes that vLLM starts; the second makes one less of them on a CPU.
     os.environ[SERVING] = "1"
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

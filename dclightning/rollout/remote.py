@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from dclightning.errors import UserError
-from dclightning.models import architecture, fingerprint
+from dclightning.identity import architecture, fingerprint
 from dclightning.rollout.engine import Finished
 from dclightning.rollout.servers import LOADED, TOKEN, Servers
 from dclightning.rollout.types import Completion, Sampling

@@ -37,9 +37,9 @@ class Served:
     """What a server says of itself."""
 
     model: str
-    """What :func:`~dclightning.models.fingerprint` says of the weights' files."""
+    """What :func:`~dclightning.identity.fingerprint` says of the weights' files."""
     config: str
-    """What :func:`~dclightning.models.architecture` says of the model."""
+    """What :func:`~dclightning.identity.architecture` says of the model."""
     takes_weights: bool
     """Whether its weights can be replaced: not if their files are quantised."""
     settings: dict[str, Any]

@@ -1,0 +1,34 @@
+"""Whether two machines, or two days, have the same model."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from dclightning.models import from_pretrained, resolve_model
+
+
+def architecture(name: str) -> str:
+    """A hash of what a model's config says of its computation: the same on machines with different folders."""
+    config = from_pretrained(AutoConfig, name).to_dict()
+    for key in ("_name_or_path", "transformers_version", "dtype"):
+        config.pop(key, None)
+    return sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint(name: str) -> str:
+    """A hash of a model's weight files, if it is a folder, or else its name."""
+    folder = Path(resolve_model(name))
+    if not folder.is_dir():
+        return name
+    return sha256("".join(map(glance, sorted(folder.glob("*.safetensors")))).encode()).hexdigest()
+
+
+def glance(file: Path) -> str:
+    """A hash of a file's size, beginning and end."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        beginning = opened.read(2**20)
+        opened.seek(max(0, size - 2**20))
+        return sha256(repr(size).encode() + beginning + opened.read()).hexdigest()
