@@ -1,6 +1,7 @@
 """The benchmarks run; what they measure is not asserted."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,12 @@ def test_hostile_responses_are_survived():
     assert done.returncode == 0, done.stderr
     for text in ("72 hostile responses", "0 called right", "of 100 right responses after them 100", "2 of them killed"):
         assert text in done.stdout
+
+
+@pytest.mark.slow
+def test_what_is_for_gpus_runs_as_far_as_a_cpu_goes():
+    command = [sys.executable, "benchmarks/gpu_check.py", "quickstart, one step off"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"- mean discrepancy: [1-9]\.\d+e-0[34]", done.stdout)
+    assert "- time/sync_s: 0." in done.stdout
