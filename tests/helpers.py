@@ -1,5 +1,6 @@
 """Real rollouts without an engine: token ids and log-probs are given, everything downstream is the product."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import lightning as L
@@ -106,3 +107,11 @@ def train(
     )
     trainer.fit(module, GivenRollouts(rollouts))
     return module, recorder
+
+
+@contextmanager
+def kept(engine):
+    """One engine for many trainings, each of which would shut it down at its end."""
+    close, engine.close = engine.close, lambda: None
+    yield engine
+    close()

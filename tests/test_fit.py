@@ -27,9 +27,16 @@ from dclightning.errors import RunStoppedError, UserError
 from dclightning.report import read_scalars
 from dclightning.rewards.format import one_box
 from dclightning.rollout.transformers import TransformersEngine
-from tests.helpers import TINY
+from tests.helpers import TINY, kept
 
 pytestmark = pytest.mark.slow
+ENGINE = VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine():
+    with kept(ENGINE):
+        yield
 
 
 class Trace(L.Callback):
@@ -86,7 +93,7 @@ def fit(
     )
     datamodule = RolloutDataModule(
         problems,
-        engine or VLLMEngine("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625),
+        engine or ENGINE,
         **({"reward": reward} if reward else {}),
         **{"prompts_per_step": 4, "group_size": 4, "sampling": Sampling(max_tokens=40), **data},
         validation_problems={"arithmetic": "dclightning/arithmetic-test"} if validate else None,

@@ -8,7 +8,7 @@ from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngi
 from dclightning.callbacks import LagrangianCallback, RolloutCheckpoint, StaleWeights, WeightSync
 from dclightning.errors import RunStoppedError, UserError
 from dclightning.models import named_weights
-from tests.helpers import TINY, quiet_trainer
+from tests.helpers import TINY, kept, quiet_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +25,8 @@ class Counted(VLLMEngine):
 
 @pytest.fixture(scope="module")
 def engine():
-    """One for all trainings of this file: it would be shut down at the end of each."""
-    engine = Counted(dtype="float32", kv_cache_gib=0.0625)
-    close, engine.close = engine.close, lambda: None
-    yield engine
-    close()
+    with kept(Counted(dtype="float32", kv_cache_gib=0.0625)) as engine:
+        yield engine
 
 
 class Steps(L.Callback):

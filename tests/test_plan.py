@@ -239,6 +239,7 @@ def test_engines_of_eight_bits_hold_half(published):
     assert engine_weights(of, VLLMEngine(tensor_parallel_size=4)) == whole / 4
 
 
+@pytest.mark.slow
 def test_the_papers_layouts_fit(capsys, published):
     for name, gib in (("qwen3-8b", 8.1907e9 / 8 * 4 / 2**30), ("qwen3-30b-a3b", 964_252_544 * 4 / 2**30)):
         printed, fits = planned(capsys, f"paper/{name}.yaml", "--model.model", str(published[name]))
@@ -326,6 +327,7 @@ def seconds(capsys, published, *options):
     return {name: float(cell.replace(",", "")) for name, cell in rows}
 
 
+@pytest.mark.slow
 def test_time_follows_operations_and_bytes(capsys, published):
     many = ["--data.prompts_per_step", "6400"]
     usual = seconds(capsys, published, *many)

@@ -9,7 +9,7 @@ import torch
 from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import LagrangianCallback, RolloutCheckpoint, StaleWeights, WeightSync
 from dclightning.errors import RunStoppedError, UserError
-from tests.helpers import TINY, quiet_trainer
+from tests.helpers import TINY, kept, quiet_trainer
 
 
 class Forgetful(VLLMEngine):
@@ -37,11 +37,8 @@ class SkippedSync(WeightSync):
 
 @pytest.fixture(scope="module")
 def engine():
-    """One for all trainings of this file: it would be shut down at the end of each."""
-    engine = Forgetful("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)
-    close, engine.close = engine.close, lambda: None
-    yield engine
-    close()
+    with kept(Forgetful("fp8_per_channel", dtype="bfloat16", kv_cache_gib=0.0625)) as engine:
+        yield engine
 
 
 def fit(engine, alarm, rollouts, sync=None, dropped=-1, lr=2e-4, others=(), folder=None):
