@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CONFIGURE_LOGGING="0")
@@ -34,6 +35,7 @@ class Watch(L.Callback):
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
+        self.ends: list[float] = []
         self.gib = 0.0
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -44,6 +46,7 @@ class Watch(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep what was logged."""
+        self.ends.append(time.perf_counter())
         self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
@@ -75,6 +78,7 @@ def fit(rollouts: int = 20 if GPU else 4, one_step_off: bool = False, **engine: 
         "reward": f"{reward[0]:.3f} to {statistics.mean(reward[-5:]):.3f}",
         "mean discrepancy": f"{statistics.mean(deltas):.2e}",
         "multiplier": round(watch.rows[-1]["lagrangian/multiplier"], 3),
+        "a step, s": round(statistics.median(b - a for a, b in pairwise(watch.ends)), 3),
         **medians,
         "GiB in use in the update": round(watch.gib, 2),
     }

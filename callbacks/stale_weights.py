@@ -13,7 +13,6 @@ from dclightning.callbacks.order import check_comes_after_multiplier
 from dclightning.discrepancy import sequence_mean
 from dclightning.errors import RunStoppedError, check_choice
 from dclightning.models import named_weights
-from dclightning.strategies import data_parallel_reduce
 from dclightning.trends import SMALLEST
 
 Action = Literal["warn", "stop"]
@@ -70,9 +69,12 @@ class StaleWeights(L.Callback):
         check_comes_after_multiplier(self, trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Compare the weights: since the rollout was sampled nothing has changed."""
-        if self.compare_weights:
-            engine = trainer.datamodule.engine  # type: ignore[attr-defined]
+        """Compare the engine's weights with those of now, which it has, or else has been left behind."""
+        engine = trainer.datamodule.engine  # type: ignore[attr-defined]
+        # One step off, a resumed run's engine may still have those that its first rollout was sampled with.
+        behind = pl_module.sampling_policy is not None and engine.version == pl_module.sampling_version
+        self._different = []
+        if self.compare_weights and not behind:
             self._different = engine.differing_weights(named_weights(pl_module.model))
 
     def on_train_batch_end(
@@ -86,7 +88,7 @@ class StaleWeights(L.Callback):
             self.latest.append(mean)
         where = f"Rollout {trainer.fit_loop.total_batch_idx}"
         count = torch.tensor(len(self._different), device=pl_module.device)
-        if differing := int(data_parallel_reduce(trainer.strategy, count)):
+        if differing := int(trainer.strategy.reduce(count, reduce_op="sum")):
             first = f", such as {self._different[0]}" if self._different else ", on another rank"
             self._alarm(f"Stale weights in the engine: {where}: {differing} are not the trainer's{first}")
         elif mean > self.factor * usual:

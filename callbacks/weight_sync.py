@@ -56,7 +56,8 @@ class WeightSync(L.Callback):
 
     def restart(self, trainer: L.Trainer, pl_module: Any) -> None:
         """The same for callbacks that change the weights: what was sampled ahead with others is thrown away."""
-        trainer.datamodule.ahead.cancel()  # type: ignore[attr-defined]
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        datamodule.ahead.cancel(datamodule.engine.interrupt)
         if pl_module.sampling_policy is not None:
             pl_module.follow(trainer.fit_loop.total_batch_idx + 1)
         self.push(trainer, pl_module)

@@ -32,7 +32,7 @@ from dclightning.doctor import Finding
 from dclightning.doctor import show as show_findings
 from dclightning.errors import UserError, one_line
 from dclightning.examination import examine
-from dclightning.module import GRPOModule
+from dclightning.module import ONE_STEP_OFF, GRPOModule
 from dclightning.report import measures_of
 from dclightning.rollout.datamodule import RolloutDataModule
 
@@ -262,7 +262,7 @@ def _unfit_checkpoint(error: BaseException) -> str | None:
     if not re.search("Missing key|loading state_dict", line):
         return None
     if "sampling_policy" in line:
-        return "one_step_off: must be what the checkpoint was saved with"
+        return ONE_STEP_OFF
     return f"ckpt_path: the checkpoint is of another model: {line[:200]}"
 
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig
 
 from dclightning.doctor import GIB
 from dclightning.errors import UserError
+from dclightning.lora import check_adapters
 from dclightning.memory import (
     Layout,
     Part,
@@ -55,8 +56,6 @@ class Plan:
     """The GPU's, in bytes."""
     sleeps: bool
     """Whether the engine does in the update."""
-    overlaps: bool
-    """Whether the engine draws while the update runs."""
     problems: list[str]
     """What cannot be, however much memory is left."""
     helps: list[str]
@@ -75,10 +74,7 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Of a whole step."""
-        drawing = sum(phase.seconds for phase in self.times if phase.name == "rollout")
-        training = sum(phase.seconds for phase in self.times if phase.name in ("score", "update"))
-        rest = sum(phase.seconds for phase in self.times) - drawing - training
-        return rest + (max(drawing, training) if self.overlaps else drawing + training)
+        return sum(phase.seconds for phase in self.times)
 
     @property
     def fits(self) -> bool:
@@ -111,6 +107,8 @@ def estimate(
     """
     config = from_pretrained(AutoConfig, module.model_name)
     layout = layout_of(trainer.strategy, trainer.world_size)
+    datamodule.check_engine()
+    check_adapters(module.lora, layout.tensor_parallel_size)
     if layout.sharded:
         check_layout(config, layout.ranks, layout.tensor_parallel_size, layout.expert_parallel_size)
     longest = datamodule.sampling.max_tokens
@@ -138,9 +136,9 @@ def estimate(
         if not problems:
             times = [rollout(config, of, layout, work, device, engine, cache / per_token, per_token), *times]
         times = [*times, synchronisation(of, layout, work, device, engine)]
-    helps = _helps(items, layout, module, engine, work)
+    helps = _helps(items, layout, module, engine, work, datamodule.one_step_off)
     sleeps = getattr(engine, "sleep", False)
-    return Plan(items, times, device.memory, sleeps, datamodule.one_step_off, problems, helps)
+    return Plan(items, times, device.memory, sleeps, problems, helps)
 
 
 def layout_of(strategy: Strategy | str, ranks: int) -> Layout:
@@ -248,7 +246,7 @@ def _format(engine: VLLMEngine) -> str:
     return f"dtype {engine.dtype}" + ("" if engine.quantization == "none" else f", {engine.quantization}{simulated}")
 
 
-def _helps(items: list[Item], layout: Layout, module: Any, engine: Any, work: Work) -> list[str]:
+def _helps(items: list[Item], layout: Layout, module: Any, engine: Any, work: Work, one_step_off: bool) -> list[str]:
     """What would make the run smaller on each GPU, with how much, as far as that is known."""
     size = {item.name: item.size / GIB for item in items}
     states = sum(size[name] for name in ("weights", "gradients", "AdamW"))
@@ -266,7 +264,7 @@ def _helps(items: list[Item], layout: Layout, module: Any, engine: Any, work: Wo
     if not isinstance(engine, VLLMEngine):
         return helps
     of_engine = sum(item.size for item in items if item.of_engine) / GIB
-    if not engine.sleep:
+    if not engine.sleep and not one_step_off:
         helps.append(f"data.engine.init_args.sleep: true ({of_engine:.1f} GiB less in the update)")
     setting = "gpu_memory_utilization" if engine.kv_cache_gib is None else "kv_cache_gib"
     helps.append(f"data.engine.init_args.{setting}: another one (the KV cache is {size['KV cache']:.1f} GiB)")

@@ -96,7 +96,8 @@ def memory(module: Any, datamodule: Any, trainer: Any) -> Finding:
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     shards = trainer.world_size if isinstance(trainer.strategy, ParallelStrategy) else 1
-    training = (4 * count + 12 * trained) / shards
+    copies = int(datamodule.one_step_off) + int(bool(module.reference_kl.coefficient) and module.lora is None)
+    training = (4 * count * (1 + copies) + 12 * trained) / shards
     engine = datamodule.engine
     elsewhere = isinstance(engine, RemoteEngine)
     weights = 0 if elsewhere else count * (4 if getattr(engine, "dtype", "") == "float32" else 2)

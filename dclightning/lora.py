@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dclightning.errors import UserError
 from dclightning.seeds import derive_seed
 
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -46,6 +47,12 @@ class LoRA:
     def scale(self) -> float:
         """What B A counts."""
         return self.alpha / self.rank
+
+
+def check_adapters(lora: LoRA | None, tensor_parallel_size: int) -> None:
+    """Refuse adapters beside layers that are cut."""
+    if lora is not None and tensor_parallel_size > 1:
+        raise UserError(f"tensor_parallel_size={tensor_parallel_size}: must be 1 with model.lora")
 
 
 def add_adapters(model: Any, lora: LoRA, seed: int) -> None:

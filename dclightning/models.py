@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from dclightning.attention import PACKED, lanes
 from dclightning.errors import UserError, one_line
 from dclightning.hub import hub_answers
-from dclightning.lora import LoRA, PolicyWeights, add_adapters, shard_adapters
+from dclightning.lora import LoRA, PolicyWeights, add_adapters, check_adapters, shard_adapters
 from dclightning.packing import Pack
 from dclightning.sharding import any_layout, distributed_config, mend_expert_gradients
 from dclightning.strategies import EXPERT_COUNTS, FabricParallelStrategy, ParallelStrategy, check_layout
@@ -101,8 +101,7 @@ def load_policy(
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": PACKED}
     parallel = strategy if isinstance(strategy, ParallelStrategy | FabricParallelStrategy) else None
     sharded = parallel is not None and parallel.world_size > 1
-    if parallel is not None and lora is not None and parallel.tensor_parallel_size > 1:
-        raise UserError(f"tensor_parallel_size={parallel.tensor_parallel_size}: must be 1 with model.lora")
+    check_adapters(lora, parallel.tensor_parallel_size if parallel is not None else 1)
     if (precision == "float16" or (precision == "bfloat16" and not sharded)) and has_experts(config):
         options["experts_implementation"] = "eager"  # autocast passes the default, grouped products, by
     if parallel is not None and sharded:

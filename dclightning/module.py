@@ -45,6 +45,8 @@ from dclightning.strategies import clip_grad_norm, data_parallel_gather, data_pa
 
 log = logging.getLogger(__name__)
 
+ONE_STEP_OFF = "data.one_step_off: must be what the checkpoint was saved with"
+
 OF_RESPONSES = (
     "reward",
     "unscored_fraction",
@@ -223,12 +225,15 @@ class GRPOModule(L.LightningModule):
                 self.__dict__["reference"] = reference.requires_grad_(False)
             else:  # without its adapters
                 self.__dict__["reference"] = self.model
-        lags = getattr(self._datamodule, "one_step_off", False) and self.trainer.state.fn == "fit"
-        if lags and self.sampling_policy is None:
+        if not self._one_step_off:
+            self.sampling_policy = None
+            return
+        if self.sampling_policy is None:
             policy = load_policy(
                 self.model_name, self.trainer.strategy, precision=self.precision, lora=self.lora, seed=seed
             )
             self.sampling_policy = policy.requires_grad_(False)
+        self.follow(0)  # the module may have been trained before
 
     def configure_optimizers(self) -> Any:
         """AdamW, and a learning rate that moves once per rollout."""
@@ -284,6 +289,10 @@ class GRPOModule(L.LightningModule):
             )
 
     @property
+    def _one_step_off(self) -> bool:
+        return bool(getattr(self._datamodule, "one_step_off", False))
+
+    @property
     def _datamodule(self) -> Any:
         return getattr(self.trainer, "datamodule", None)
 
@@ -318,7 +327,8 @@ class GRPOModule(L.LightningModule):
         self._check_version(rollout)
         packs = self.plan(rollout)
         with phases("score"):
-            scores, reference_logprobs = self._score(rollout, packs)
+            policy = self.model if self.sampling_policy is None else self.sampling_policy
+            scores, reference_logprobs = self._score(policy, rollout, packs)
         if self.sampling_policy is not None:
             self.follow(self.trainer.fit_loop.total_batch_idx)
         old_logprobs = scores.logprobs
@@ -360,7 +370,7 @@ class GRPOModule(L.LightningModule):
 
     def predict_step(self, rollout: Rollout, batch_idx: int) -> TokenScores:
         """What the training policy says of a rollout's response tokens; nothing is learnt."""
-        return self._score(rollout, self.plan(rollout))[0]
+        return self._score(self.model, rollout, self.plan(rollout))[0]
 
     def _advantages(self, rollout: Rollout) -> Tensor:
         """One for each response, (B,), from its reward less the penalty for its length."""
@@ -386,14 +396,13 @@ class GRPOModule(L.LightningModule):
         return plan(rollout, self.mini_batches, self.micro_batch_tokens, most)
 
     @torch.no_grad()
-    def _score(self, rollout: Rollout, packs: list[list[Pack]]) -> tuple[TokenScores, Tensor]:
+    def _score(self, policy: Any, rollout: Rollout, packs: list[list[Pack]]) -> tuple[TokenScores, Tensor]:
         """What the policy that sampled them says of the response tokens, in the update's micro-batches.
 
         And the reference policy's log-probs; zeros where there is none.
         """
         logprobs, entropy, reference = torch.zeros_like(rollout.rollout_logprobs).expand(3, -1).clone()
         scores = TokenScores(logprobs, entropy, torch.zeros_like(rollout.rollout_ranks))
-        policy = self.model if self.sampling_policy is None else self.sampling_policy
         for batch in (batch for mini in packs for batch in mini):
             with replayed(policy, batch.experts), self._routing_watched(policy, batch):
                 found = token_logprobs(policy, batch, rollout.temperature, entropy=True, ranks=True)
@@ -504,12 +513,15 @@ class GRPOModule(L.LightningModule):
             checkpoint["loss_scale"] = vars(self.loss_scale)
         if self.lora is not None:
             checkpoint["lora"] = asdict(self.lora)
+        checkpoint["one_step_off"] = self._one_step_off
         checkpoint["sampling_version"] = self.sampling_version
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue with them; weights of other adapters are refused."""
         if (saved := checkpoint.get("lora")) != (self.lora and asdict(self.lora)):
             raise UserError(f"model.lora={self.lora}: the checkpoint is of lora={saved}")
+        if checkpoint.get("one_step_off", False) != self._one_step_off:
+            raise UserError(ONE_STEP_OFF)
         if self.loss_scale and "loss_scale" in checkpoint:
             self.loss_scale = LossScale(**checkpoint["loss_scale"])
         self.sampling_version = checkpoint.get("sampling_version", 0)
@@ -628,6 +640,8 @@ class GRPOModule(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Rollout, batch_idx: int) -> None:
         """Log the times of the whole step, the callbacks' part included."""
         seconds = phases.take()
+        if self.sampling_policy is not None:  # what was timed is the drawing of the next rollout
+            seconds = {name: value for name, value in seconds.items() if name != "reward"} | {"rollout": batch.seconds}
         self.log_dict({f"time/{name}_s": value for name, value in seconds.items()})
         response_tokens, prompt_tokens = self._tokens.tolist()
         self.log("perf/rollout_tokens_per_s", response_tokens / max(batch.seconds, 1e-9))

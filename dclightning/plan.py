@@ -113,8 +113,7 @@ def show(plan: Plan, gpu: str, ranks: int) -> None:
     for phase in plan.times:
         times.add_row(phase.name, f"{phase.seconds:,.1f}", phase.how)
     times.add_section()
-    order = "rollout beside score and update" if plan.overlaps else "one after another"
-    times.add_row("total", f"{plan.seconds:,.1f}", f"an estimate, {order}, without rewards")
+    times.add_row("total", f"{plan.seconds:,.1f}", "an estimate, one after another, without rewards")
     for table in (memory, times):
         for column in table.columns[1:-1]:
             column.justify = "right"

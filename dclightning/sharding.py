@@ -77,7 +77,7 @@ def _install_forward(self: Any, module: nn.Module, mesh: Any) -> nn.Module:
 
 def mend_expert_gradients(model: nn.Module, layout: DistributedConfig) -> None:
     """Where each expert is on one rank only, gloo would divide its gradient by the number of ranks twice."""
-    if layout.ep_size > 1 and layout.efsdp_size == 1:
+    if layout.ep_size > 1 and layout.efsdp_size == 1 and dist.get_backend() != "nccl":
         for name, module in model.named_modules():
             if name.endswith(".experts") and isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(False)

@@ -166,7 +166,7 @@ class Streamed(GivenRollouts):
 
     def __init__(self, rollouts):
         super().__init__(rollouts)
-        self.ahead = Ahead()
+        self.ahead, self.interrupt = Ahead(), lambda: None
         self.step, self.engine = 0, self
 
     def train_dataloader(self):

@@ -1,13 +1,16 @@
 """Rollouts that are drawn while the update runs: each is judged by the weights that sampled it."""
 
+import threading
+
 import lightning as L
 import pytest
 import torch
 
-from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngine
+from dclightning import AdamW, GRPOModule, LoRA, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import LagrangianCallback, RolloutCheckpoint, StaleWeights, WeightSync
 from dclightning.errors import RunStoppedError, UserError
-from dclightning.models import named_weights
+from dclightning.models import named_weights, resolve_model
+from dclightning.rollout.ahead import Ahead
 from tests.helpers import TINY, kept, quiet_trainer
 
 pytestmark = pytest.mark.slow
@@ -39,9 +42,11 @@ class Steps(L.Callback):
         self.versions.append(batch.weight_versions.unique().tolist())
 
 
-def fit(engine, folder, rollouts, one_step_off=True, ckpt_path=None, others=(), **options):
+def fit(engine, folder, rollouts, one_step_off=True, ckpt_path=None, others=(), lora=None, module=None, **options):
     engine.asked, steps = 0, Steps()
-    module = GRPOModule(TINY, optimizer=AdamW(lr=1e-3), mini_batches=2, gradient_checkpointing=True)
+    module = module or GRPOModule(
+        TINY, optimizer=AdamW(lr=1e-3), mini_batches=2, gradient_checkpointing=True, lora=lora
+    )
     data = RolloutDataModule(
         "dclightning/arithmetic-train",
         engine,
@@ -65,13 +70,13 @@ def fit(engine, folder, rollouts, one_step_off=True, ckpt_path=None, others=(), 
         ],
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    return steps, {name: weight.clone() for name, weight in named_weights(module.model)}, data
+    return steps, {name: weight.clone() for name, weight in named_weights(module.model)}, data, module
 
 
 @pytest.fixture(scope="module")
 def whole(engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    steps, weights, data = fit(engine, folder, 5)
+    steps, weights, data, _ = fit(engine, folder, 5)
     assert engine.asked == data.step == 5  # nothing is drawn for nobody
     return steps, weights, folder
 
@@ -82,7 +87,7 @@ def test_the_discrepancy_is_that_of_the_weights_that_sampled(engine, tmp_path, w
     assert [row["train/weight_lag"] for row in steps.rows] == [0, 1, 1, 1, 1]
     assert all(row["discrepancy/sequence_mean"] < 1e-5 for row in steps.rows)  # both engines compute in FP32
     # The update knows how far the policy has moved since: ratios are not 1 in the first optimizer step.
-    in_step, in_step_weights, _ = fit(engine, tmp_path, 5, one_step_off=False)
+    in_step, in_step_weights, *_ = fit(engine, tmp_path, 5, one_step_off=False)
     assert in_step.versions == [[0], [1], [2], [3], [4]]
     for behind, level in zip(steps.rows[1:], in_step.rows[1:], strict=True):
         assert behind["train/approx_kl"] > level["train/approx_kl"] > 0
@@ -92,11 +97,9 @@ def test_the_discrepancy_is_that_of_the_weights_that_sampled(engine, tmp_path, w
 
 
 def test_drawing_meanwhile_gives_what_drawing_before_gives(engine, tmp_path, whole, monkeypatch):
-    from dclightning.rollout.ahead import Ahead
-
     begin = Ahead.begin
     monkeypatch.setattr(Ahead, "begin", lambda self, draw: (begin(self, draw), self.wait()))
-    steps, weights, _ = fit(engine, tmp_path, 5)
+    steps, weights, *_ = fit(engine, tmp_path, 5)
     assert steps.rows == whole[0].rows
     assert all(torch.equal(weight, weights[name]) for name, weight in whole[1].items())
 
@@ -104,7 +107,7 @@ def test_drawing_meanwhile_gives_what_drawing_before_gives(engine, tmp_path, who
 def test_a_resumed_run_equals_the_whole_bit_for_bit(engine, whole):
     steps, weights, folder = whole
     checkpoint = folder / "checkpoints" / "step=4.ckpt"  # after two rollouts
-    resumed, resumed_weights, _ = fit(engine, folder, 5, ckpt_path=checkpoint)
+    resumed, resumed_weights, *_ = fit(engine, folder, 5, ckpt_path=checkpoint)
     assert resumed.rows == steps.rows[2:]
     assert resumed.versions == steps.versions[2:]
     assert all(torch.equal(weight, resumed_weights[name]) for name, weight in weights.items())
@@ -131,12 +134,62 @@ def test_a_rollback_throws_away_what_was_drawn_with_other_weights(engine, tmp_pa
                 sync = next(c for c in trainer.callbacks if isinstance(c, WeightSync))
                 sync.restart(trainer, pl_module)
 
-    steps, _, data = fit(engine, tmp_path, 5, others=[Back()])
+    steps, _, data, _ = fit(engine, tmp_path, 5, others=[Back()])
     assert steps.versions == [[0], [0], [1], [3], [3]]
     assert all(row["discrepancy/sequence_mean"] < 1e-5 for row in steps.rows)
     assert data.step == 5
 
 
+def test_other_runs_with_the_module_and_its_checkpoints(engine, tmp_path):
+    """A second training, without and with the option, starts from the weights of now; an evaluation takes them, too."""
+    *_, module = fit(engine, tmp_path / "first", 2)
+    for name, one_step_off in {"off": False, "on": True}.items():
+        steps, weights, *_ = fit(engine, tmp_path / name, 2, one_step_off=one_step_off, module=module)
+        assert steps.versions == [[0], [0 if one_step_off else 1]]
+        assert all(row["discrepancy/sequence_mean"] < 1e-5 for row in steps.rows)
+    data = RolloutDataModule(
+        "dclightning/arithmetic-train",
+        engine,
+        validation_problems={"arithmetic": "dclightning/arithmetic-test"},
+        validation_sampling=Sampling(40, temperature=0.7),
+        validation_limit=4,
+        one_step_off=True,
+    )
+    trainer, fresh = quiet_trainer(callbacks=[WeightSync()]), GRPOModule(TINY)
+    trainer.validate(fresh, data, ckpt_path=tmp_path / "on" / "checkpoints" / "last.ckpt")
+    assert all(torch.equal(weight, weights[name]) for name, weight in named_weights(fresh.model))
+    assert engine.differing_weights(weights.items()) == []
+
+
+def test_the_option_cannot_be_switched_in_the_middle(engine, whole, tmp_path):
+    with pytest.raises(UserError, match="one_step_off: must be what the checkpoint was saved with"):
+        fit(engine, tmp_path, 5, one_step_off=False, ckpt_path=whole[2] / "checkpoints" / "last.ckpt")
+    fit(engine, tmp_path, 2, one_step_off=False, lora=LoRA(rank=2))
+    with pytest.raises(UserError, match="one_step_off: must be what the checkpoint was saved with"):
+        fit(engine, tmp_path, 5, lora=LoRA(rank=2), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_what_is_drawn_can_be_given_up_at_any_time(engine):
+    engine.start(resolve_model(TINY), 100)
+    asked = [[6, 40, 41, 42, 7]] * 16, Sampling(max_tokens=60), 8
+    want = engine.generate(*asked, seed=0)
+    ahead, started, outcome = Ahead(), threading.Event(), []
+
+    def draw():
+        started.set()
+        try:
+            engine.generate(*asked, seed=1)
+        except RunStoppedError as error:
+            outcome.append(str(error))
+
+    ahead.begin(draw)
+    started.wait()
+    ahead.cancel(engine.interrupt)
+    assert outcome == ["sampling was interrupted"]
+    assert ahead.take() is None
+    assert [c.token_ids for c in engine.generate(*asked, seed=0)] == [c.token_ids for c in want]
+
+
 def test_an_engine_that_draws_cannot_sleep(tmp_path):
-    with pytest.raises(UserError, match=r"one_step_off=true: .* set the engine's sleep to false"):
+    with pytest.raises(UserError, match=r"one_step_off=True: .* set its sleep to false"):
         fit(Counted(sleep=True), tmp_path, 1)

@@ -5,7 +5,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from dclightning.errors import RunStoppedError
 from dclightning.phases import phases
 from dclightning.rollout.types import Rollout
 
@@ -16,7 +15,6 @@ class Ahead:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._drawing: Future[Rollout] | None = None
-        self._cancelled = False
 
     def begin(self, draw: Callable[[], Rollout]) -> None:
         """Start to draw."""
@@ -38,15 +36,11 @@ class Ahead:
         drawing, self._drawing = self._drawing, None
         return None if drawing is None else drawing.result()
 
-    def told(self, count: int) -> None:
-        """Give up, if asked to, as soon as some responses are finished."""
-        if self._cancelled:
-            raise RunStoppedError("the run has ended")
-
-    def cancel(self) -> None:
-        """Give up what is drawn."""
-        self._cancelled = True
-        self.wait()
+    def cancel(self, interrupt: Callable[[], None]) -> None:
+        """Give up what is drawn; ``interrupt`` makes the engine do so."""
+        while self._drawing is not None and not self._drawing.done():
+            interrupt()
+            wait([self._drawing], timeout=0.1)
         if self._thread is not None:
             self._thread.shutdown()
-        self._thread, self._drawing, self._cancelled = None, None, False
+        self._thread, self._drawing = None, None

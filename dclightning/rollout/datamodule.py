@@ -161,13 +161,9 @@ class RolloutDataModule(L.LightningDataModule):
         spanned = getattr(self.engine, "tensor_parallel_size", 1)
         shared = getattr(trainer.strategy, "tensor_parallel_size", 1)
         self.shares = Shares(trainer.world_size, trainer.global_rank, shared, spanned)
-        if spanned > 1 and (self.dynamic_sampling or stage == "predict"):
-            what = "dynamic_sampling" if self.dynamic_sampling else "what is asked here"
-            raise UserError(f"engine tensor_parallel_size={spanned}: {what} needs an engine on each rank; set it to 1")
-        if self.one_step_off and getattr(self.engine, "sleep", False):
-            raise UserError(
-                "one_step_off=true: the engine draws while the update runs; set the engine's sleep to false"
-            )
+        self.check_engine()
+        if spanned > 1 and stage == "predict":
+            raise UserError(f"engine tensor_parallel_size={spanned}: must be 1 here, where each rank asks by itself")
         self.tokenizer = load_tokenizer(model)
         self.benchmarks: dict[str, list[Problem]] = {}
         self.samples: dict[str, int] = {}
@@ -210,6 +206,15 @@ class RolloutDataModule(L.LightningDataModule):
         self.engine.start(resolve_model(model), longest)
         if self.training_engine is not None:
             self.training_engine.start(resolve_model(model), longest)
+
+    def check_engine(self) -> None:
+        """Refuse what the engine's settings and the drawing's cannot be together."""
+        spanned = getattr(self.engine, "tensor_parallel_size", 1)
+        for name in ("dynamic_sampling", "one_step_off"):
+            if spanned > 1 and (value := getattr(self, name)):
+                raise UserError(f"{name}={value}: needs an engine on each rank; set its tensor_parallel_size to 1")
+        if self.one_step_off and getattr(self.engine, "sleep", False):
+            raise UserError("one_step_off=True: the engine draws during the update; set its sleep to false")
 
     def train_dataloader(self) -> "RolloutLoader":
         """Rollouts from where the run stands to the end of the epoch."""
@@ -322,7 +327,7 @@ class RolloutDataModule(L.LightningDataModule):
         """Sample and score ``group_size`` responses to each problem."""
         prompts = [self.encode(problem) for problem in problems]
         completions, scores = respond(
-            self.engine, self.tokenizer, problems, prompts, self.scorer, sampling, group_size, seed, self.ahead.told
+            self.engine, self.tokenizer, problems, prompts, self.scorer, sampling, group_size, seed
         )
         return Rollout.of(prompts, completions, scores, sampling, group_size, self.engine.version)
 
@@ -341,7 +346,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Shut the engine down, and what the rewards have started."""
-        self.ahead.cancel()
+        self.ahead.cancel(self.engine.interrupt)
         self.engine.close()
         if self.training_engine is not None:
             self.training_engine.close()

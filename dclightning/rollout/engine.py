@@ -46,5 +46,8 @@ class RolloutEngine(Protocol):
     def make_room(self) -> None:
         """Free what memory can be freed until weights are loaded the next time; nothing is asked before."""
 
+    def interrupt(self) -> None:
+        """Make a :meth:`generate` that runs in another thread give up with an exception, soon if it can."""
+
     def close(self) -> None:
         """Free what the engine holds; it can be started again."""

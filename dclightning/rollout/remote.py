@@ -75,6 +75,7 @@ class RemoteEngine:
         self.request_seconds = request_seconds
         self.version = 0
         self._runner: asyncio.Runner | None = None
+        self._task: asyncio.Task[Any] | None = None
 
     @property
     def quantization(self) -> str:
@@ -157,6 +158,8 @@ class RemoteEngine:
         if not self._status["takes_weights"]:
             raise UserError("the servers' model is quantised already; train the model that it was made from")
         label = f"{version}-{uuid4().hex}"
+        if dist.is_initialized():
+            dist.barrier()  # until no rank samples any more
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._run(self._servers.rejoin(self._check))
             count = 0
@@ -189,6 +192,11 @@ class RemoteEngine:
     def make_room(self) -> None:
         """The servers have their memory for themselves."""
 
+    def interrupt(self) -> None:
+        """Ask for nothing more; see :class:`~dclightning.rollout.engine.RolloutEngine`."""
+        if self._runner is not None and self._task is not None:
+            self._runner.get_loop().call_soon_threadsafe(self._task.cancel)
+
     def close(self) -> None:
         """Leave the servers, which go on."""
         if self._runner is not None:
@@ -198,7 +206,15 @@ class RemoteEngine:
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         assert self._runner is not None, "start comes first"
-        return self._runner.run(work)
+
+        async def interruptible() -> Any:
+            self._task = asyncio.current_task()
+            try:
+                return await work
+            finally:
+                self._task = None
+
+        return self._runner.run(interruptible())
 
     def _check(self, url: str, status: dict[str, Any]) -> None:
         """Refuse a server that serves something else than is asked for, or than the first."""

@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils import random_uuid
 
 from dclightning.models import from_pretrained
-from dclightning.rollout.servers import LOADED, TOKEN, WEIGHTS
+from dclightning.rollout.servers import BAD_SAMPLE, LOADED, TOKEN, WEIGHTS
 from dclightning.rollout.types import Completion
 from dclightning.rollout.vllm import completion
 
@@ -131,7 +131,7 @@ class Gate:
         try:
             found = [completion(output, f"{asked['place']}.{output.index}") for output in outputs]
         except RuntimeError as error:
-            return PlainTextResponse(str(error), 422)
+            return PlainTextResponse(str(error), BAD_SAMPLE)
         return JSONResponse(list(map(to_json, found)))
 
     async def distributions(self, request: Request) -> Response:
@@ -141,10 +141,12 @@ class Gate:
             max_tokens=1, temperature=asked["temperature"], logprobs=-1, flat_logprobs=True, detokenize=False, seed=0
         )
         vocabulary = request.app.state.engine_client.model_config.get_vocab_size()
-        found = torch.full((len(asked["contexts"]), vocabulary), -torch.inf)
+        found, weights = torch.full((len(asked["contexts"]), vocabulary), -torch.inf), self.weights
         for row, context in zip(found, asked["contexts"], strict=True):
             (output,) = await self._outputs(request, context, parameters)
             row[torch.tensor(output.logprobs.token_ids)] = torch.tensor(output.logprobs.logprobs)
+        if self.weights != weights:
+            return PlainTextResponse("the weights were changed meanwhile", 503)
         return Response(save({"logprobs": found}))
 
     async def _outputs(self, request: Request, prompt: list[int], parameters: SamplingParams) -> list[Any]:
@@ -161,6 +163,9 @@ class Gate:
         async for part in request.stream():
             chunk.write(part)
         chunk.flush()
+        if label != self.incoming:  # another run's have begun to arrive meanwhile
+            chunk.close()
+            return PlainTextResponse(f"other weights are arriving; {OTHERS}", 409)
         self.chunks[index] = chunk
         return Response(status_code=204)
 
@@ -173,7 +178,9 @@ class Gate:
             if label != self.incoming or sorted(self.chunks) != list(range(count)):
                 return PlainTextResponse(f"not all weights are there; {OTHERS}", 409)
             engine = request.app.state.engine_client
-            paths = [f"/proc/{os.getpid()}/fd/{self.chunks[index].fileno()}" for index in range(count)]
+            # Taken out, for whatever arrives meanwhile would close the others.
+            chunks, self.chunks, self.incoming = self.chunks, {}, ""
+            paths = [f"/proc/{os.getpid()}/fd/{chunks[index].fileno()}" for index in range(count)]
             if misfit := _misfit(paths, engine.model_config.model):
                 return PlainTextResponse(misfit, 422)
             await engine.pause_generation(mode="abort", clear_cache=True)
@@ -183,7 +190,6 @@ class Gate:
                 await engine.update_weights(WeightTransferUpdateRequest({"path": path}))
             await engine.finish_weight_update(label)
             self.weights = label
-            self._expect("")
             await engine.resume_generation()
         return Response(status_code=204)
 

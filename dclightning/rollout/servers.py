@@ -16,6 +16,8 @@ TOKEN = "DCLIGHTNING_TOKEN"
 """The variable of the environment that holds the token, on both sides."""
 WEIGHTS = "dclightning-weights"
 """A request's header says which weights it wants, if any will not do, and that of every answer which there are."""
+BAD_SAMPLE = 422
+"""The status if what was sampled cannot be used, whichever server samples it."""
 LOADED = "default"
 """vLLM's label of the weights that it was started with."""
 
@@ -126,6 +128,7 @@ class Servers:
         Raises:
             RunStoppedError: If no server is left.
         """
+        self._forget_failures()
         waiting: asyncio.Queue[int] = asyncio.Queue()
         left, finished = set(range(len(asked))), asyncio.Event()
         for place in left:
@@ -140,6 +143,8 @@ class Servers:
                 try:
                     answer = await self._ask(server, "POST", path, json=asked[place], headers={WEIGHTS: weights})
                 except httpx.HTTPError as error:
+                    if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == BAD_SAMPLE:
+                        raise RuntimeError(f"{server.url}: {error.response.text}") from error
                     waiting.put_nowait(place)
                     await self._recover(server, error)
                     continue
@@ -167,6 +172,7 @@ class Servers:
 
     async def ask_all(self, method: str, path: str, **content: Any) -> list[httpx.Response]:
         """The answers of the servers, each of which is asked until it answers or is left out."""
+        self._forget_failures()
 
         async def insist(server: Server) -> httpx.Response | None:
             while server.cause is None:
@@ -177,6 +183,11 @@ class Servers:
             return None
 
         return [answer for answer in await _together(map(insist, self.all)) if answer is not None]
+
+    def _forget_failures(self) -> None:
+        """Nobody knows how long a server that failed the last time has been well since."""
+        for server in self.all:
+            server.failing_since = None
 
     async def _meet(self, server: Server, check: Check) -> None:
         check(server.url, (await self._ask(server, "GET", "status", timeout=5.0)).json())

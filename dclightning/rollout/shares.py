@@ -1,7 +1,7 @@
 """Who draws what: ranks are grouped by the engine that they draw with, and by the data that they learn from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import TypeVar
@@ -71,7 +71,10 @@ class Shares:
         learners = max(1, self.engine_parallel // self.training_parallel)
         place = self.rank % self.engine_parallel // self.training_parallel
         size = len(whole) // learners
-        return whole if learners == 1 else whole.select(list(range(place * size, (place + 1) * size)))
+        if learners == 1:
+            return whole
+        mine = whole.select(list(range(place * size, (place + 1) * size)))
+        return mine if place == 0 else replace(mine, reward_timeouts=0, reward_errors=0)  # which count once
 
     @property
     def _sizes(self) -> tuple[int, int]:

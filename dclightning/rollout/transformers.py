@@ -99,6 +99,9 @@ class TransformersEngine:
     def make_room(self) -> None:
         """Nothing: the weights stay."""
 
+    def interrupt(self) -> None:
+        """Nothing: what is sampled is finished."""
+
     def close(self) -> None:
         """Free the model."""
         self._model = None

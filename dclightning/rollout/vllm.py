@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from dclightning.errors import UserError, check_choice
+from dclightning.errors import RunStoppedError, UserError, check_choice
 from dclightning.lora import PolicyWeights, save_adapters
 from dclightning.models import from_pretrained, has_experts
 from dclightning.rollout.engine import Finished
@@ -113,6 +113,7 @@ class VLLMEngine:
         self._owns_process_group = False
         self._takes_weights = True
         self._asleep: set[str] = set()
+        self._interrupted = False
         self._adapters: Any = None
 
     def start(self, model: str, max_length: int) -> None:
@@ -136,6 +137,7 @@ class VLLMEngine:
             self._llm.apply_model(make_fp8_fast_on_cpu)
         self.version = 0
         self._adapters = None
+        self._asleep = set()
 
     def generate(
         self,
@@ -167,6 +169,7 @@ class VLLMEngine:
         # torch's global generator.
         self._llm.reset_prefix_cache()
         groups: list[list[Completion]] = [[] for _ in prompts]
+        self._interrupted = False
         with _random_state_kept():
             torch.manual_seed(seed)
             engine = self._llm.llm_engine
@@ -174,6 +177,8 @@ class VLLMEngine:
                 engine.add_request(str(place), tokens_input(ids), parameters, lora_request=self._adapters)
             try:
                 while engine.has_unfinished_requests():
+                    if self._interrupted:
+                        raise RunStoppedError("sampling was interrupted")
                     for request in engine.step():
                         place = int(request.request_id)
                         groups[place] = [completion(output, f"{place}.{output.index}") for output in request.outputs]
@@ -256,6 +261,10 @@ class VLLMEngine:
         if self.sleep and not self._asleep and torch.cuda.is_available():
             self._llm.sleep(level=2)
             self._asleep = {"weights", "kv_cache"}
+
+    def interrupt(self) -> None:
+        """Let a running :meth:`generate` give up at its next step."""
+        self._interrupted = True
 
     def _wake(self, part: str) -> None:
         if part in self._asleep:
