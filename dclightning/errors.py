@@ -29,6 +29,14 @@ def one_line(error: BaseException) -> str:
     message = " ".join(str(error).split())
     message = re.sub(r"Type collections\.abc\.Callable\S*.*? expects a function or a callable class: ", "", message)
     message = re.sub(r"\.? Got value: NestedArg\(.*\)$", "", message)
+    if of_union := re.search(r"Union subtypes .*? - ([\w.]+=\S+: must .*?) - Expected a <class 'NoneType'>", message):
+        return of_union[1]
+    if "invalid strategy name" in message:
+        chosen = re.search(r"strategy='(.*?)'", message)
+        return (
+            f"trainer.strategy={chosen[1] if chosen else ''!r}: must be a name of Lightning's, such as auto or ddp; "
+            "others are given as --trainer.strategy.class_path dclightning.ParallelStrategy"
+        )
     # The parser takes the name of a class that it does not know for a file.
     if unknown := re.search(
         r'"([\w.]+)": - Expected a path but (\S+) either not accessible or invalid - (.*)', message

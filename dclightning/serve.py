@@ -53,6 +53,10 @@ def serve(
     """
     if not os.environ.get(TOKEN) and not _is_loopback(host):
         raise UserError(f"host={host!r}: others can reach it; set {TOKEN} in the environment, or serve at 127.0.0.1")
+    if not 0 < port < 2**16:
+        raise UserError(f"port={port}: must be from 1 to 65535")
+    if max_length is not None and max_length < 2:
+        raise UserError(f"max_length={max_length}: must be at least 2, a token of a prompt and one of a response")
     if engine.sleep:
         raise UserError("sleep=true: a server has nobody to make room for; set it to false")
     if engine.lora_rank:

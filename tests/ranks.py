@@ -97,6 +97,11 @@ def given() -> list:
     return rollouts
 
 
+def by_tokens(problems, completions) -> list[float]:
+    """A reward that differs in each group."""
+    return [float(sum(completion.token_ids) % 3) for completion in completions]
+
+
 def strategy(name: str, options: dict):
     return ParallelStrategy(**options) if name == "parallel" else name
 
@@ -124,6 +129,7 @@ def train(
         datamodule = RolloutDataModule(
             problems,
             TransformersEngine() if engine == "transformers" else VLLMEngine(kv_cache_gib=0.0625, **engine),
+            by_tokens,
             prompts_per_step=4,
             group_size=2,
             sampling=Sampling(max_tokens=8),

@@ -66,6 +66,12 @@ BAD_INPUT = [
     ),
     (["validate", "--config", QUICKSTART, "--ckpt_path", "last", "--trainer.logger", "false"], "ckpt_path='last'"),
     (["report", "nowhere"], "run='nowhere'"),
+    (["fit", "--config", QUICKSTART, "--model.lora.rank", "0"], "error: fit: lora.rank=0: must be at least 1"),
+    (
+        ["fit", "--config", QUICKSTART, "--trainer.strategy", "dclightning.X"],
+        "--trainer.strategy.class_path dclightning.",
+    ),
+    (["serve", "--model", "dclightning/tiny-arithmetic", "--port", "99999"], "port=99999: must be from 1 to 65535"),
 ]
 
 

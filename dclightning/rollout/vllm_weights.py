@@ -8,6 +8,10 @@ import torch
 from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
+# Layers without weights of their own, such as tied heads, are not what "failed to load" makes one think of.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: "Failed to load weights" not in str(record.msg)
+)
 
 
 def checksums(model: nn.Module, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, list[str]]]:
