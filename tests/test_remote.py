@@ -402,6 +402,57 @@ class Counting(BaseHTTPRequestHandler):
         pass
 
 
+class Spoilt(BaseHTTPRequestHandler):
+    """Cannot use what it has sampled."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(422)
+        self.send_header("Content-Length", "8")
+        self.end_headers()
+        self.wfile.write(b"sample 7")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_bad_sample_is_named_and_no_server_is_left_out_for_it():
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Spoilt)
+    Thread(target=http.serve_forever, daemon=True).start()
+
+    async def run():
+        servers = Servers([f"http://127.0.0.1:{http.server_port}"], None, 0.3, 10.0)
+        with pytest.raises(RuntimeError, match="sample 7"):
+            await servers.spread("generate", [{"place": 0}], "any", 1, lambda place, answer: None)
+        await servers.close()
+        return servers.all[0].cause
+
+    assert asyncio.run(run()) is None
+    http.shutdown()
+
+
+def test_weights_of_two_runs_are_never_mixed():
+    from dclightning.rollout.server import Gate
+
+    async def run():
+        gate, others_came = Gate(app=None), asyncio.Event()
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://server/dclightning/weights")
+
+        async def slowly():
+            yield b"half of a chunk"
+            await others_came.wait()
+            yield b", and the rest"
+
+        first = asyncio.create_task(client.put("/mine/1", content=slowly()))
+        await asyncio.sleep(0.05)
+        answers = [(await client.put(f"/others/{index}", content=b"whole")).status_code for index in (0, 2)]
+        others_came.set()
+        answers.append((await first).status_code)
+        return answers, gate.incoming, sorted(gate.chunks)
+
+    assert asyncio.run(run()) == ([204, 204, 409], "others", [0, 2])
+
+
 @pytest.mark.parametrize("mortal", [1000, 10])
 def test_work_is_shared_and_each_piece_done_once(mortal):
     https = [ThreadingHTTPServer(("127.0.0.1", 0), Counting) for _ in range(2)]
