@@ -215,10 +215,10 @@ class DCLightningCLI(LightningCLI):
         except (ValueError, OSError, RuntimeError, MisconfigurationException, CheckpointException) as error:
             log.debug("Failed", exc_info=True)
             begun = self.trainer.fit_loop.total_batch_idx >= 0
-            if (reason := _unfit_checkpoint(error)) and not begun:
-                raise UserError(reason) from error
-            if isinstance(error, UserError) or not (begun or isinstance(error, RuntimeError | CheckpointException)):
-                raise UserError(one_line(error)) from error
+            reason = None if begun else _unfit_checkpoint(error)
+            is_input = not begun and not isinstance(error, RuntimeError | CheckpointException)
+            if reason or is_input or isinstance(error, UserError):
+                raise UserError(reason or one_line(error)) from error
             raise
         except SIGTERMException:
             sys.exit(128 + signal.SIGTERM)
