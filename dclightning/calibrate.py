@@ -146,7 +146,7 @@ class _Collector(L.Callback):
             "rollout_logprobs": batch.rollout_logprobs[tokens],
             "entropy": outputs.entropy[tokens],
             "lengths": batch.response_lengths[counted],
-            "groups": (groups + len(batch) * trainer.datamodule.rank).to(counted.device)[counted],  # type: ignore[attr-defined]
+            "groups": (groups + len(batch) * trainer.datamodule.shares.replica).to(counted.device)[counted],  # type: ignore[attr-defined]
         }
         for name, values in {**seen, **self._compare(trainer, pl_module, batch, batch_idx)}.items():
             self.parts[name].append(data_parallel_gather(trainer.strategy, values).cpu())
@@ -160,7 +160,7 @@ class _Collector(L.Callback):
     def _compare(self, trainer: L.Trainer, module: Any, rollout: Rollout, batch_idx: int) -> dict[str, Tensor]:
         """The divergences at positions that are drawn from all response tokens."""
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        seed = derive_seed(datamodule.seed, "positions", batch_idx, datamodule.rank)
+        seed = derive_seed(datamodule.seed, "positions", batch_idx, datamodule.shares.replica)
         order = torch.randperm(len(rollout.rollout_logprobs), generator=torch.Generator().manual_seed(seed))
         return compared(module, datamodule.engine, rollout, order[: self.positions])
 

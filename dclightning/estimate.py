@@ -26,7 +26,7 @@ from dclightning.rehearsal import of_one_rank, rehearse
 from dclightning.rollout.shares import Shares
 from dclightning.rollout.vllm import VLLMEngine
 from dclightning.step_time import GPU, GPUS, GPUName, Phase, Work, rollout, scoring_and_update, synchronisation
-from dclightning.strategies import ParallelStrategy, check_layout
+from dclightning.strategies import ParallelStrategy, check_layout, replicas
 
 PHASES = ("update", "step", "rollout")
 """When memory is looked at: in forward and backward passes, in the optimizer's step, and while the engine samples."""
@@ -111,8 +111,11 @@ def estimate(
     check_adapters(module.lora, layout.tensor_parallel_size)
     if layout.sharded:
         check_layout(config, layout.ranks, layout.tensor_parallel_size, layout.expert_parallel_size)
+    _check(datamodule, response_length, mfu, bandwidth_utilization)
+    spanned = getattr(datamodule.engine, "tensor_parallel_size", 1)
+    shares = Shares(layout.ranks, training_parallel=layout.tensor_parallel_size, engine_parallel=spanned)
+    datamodule.check_shares(shares, module.mini_batches)
     longest = datamodule.sampling.max_tokens
-    _check(layout, module, datamodule, response_length, mfu, bandwidth_utilization)
     device, engine, of = GPUS[gpu], datamodule.engine, parts(skeleton(config), layout)
     work = Work(
         responses=datamodule.prompts_per_step * datamodule.group_size,
@@ -144,36 +147,21 @@ def estimate(
 def layout_of(strategy: Strategy | str, ranks: int) -> Layout:
     """The layout that a strategy makes of so many ranks; strategies of Lightning that shard otherwise are refused."""
     if isinstance(strategy, ParallelStrategy):
-        tp = strategy.tensor_parallel_size
-        if ranks % tp:
-            raise UserError(f"tensor_parallel_size={tp}: must divide the number of ranks, {ranks}")
-        return Layout(ranks, True, tp, strategy.expert_parallel_size)
+        replicas(ranks, strategy.tensor_parallel_size)
+        return Layout(ranks, True, strategy.tensor_parallel_size, strategy.expert_parallel_size)
     known = isinstance(strategy, DDPStrategy | SingleDeviceStrategy)
     if not known and strategy != "auto" and not str(strategy).startswith("ddp"):
         raise UserError(f"trainer.strategy={strategy!r}: must be auto, ddp or dclightning.ParallelStrategy")
     return Layout(ranks, False)
 
 
-def _check(
-    layout: Layout, module: Any, datamodule: Any, response_length: int | None, mfu: float, bandwidth: float
-) -> None:
+def _check(datamodule: Any, response_length: int | None, mfu: float, bandwidth: float) -> None:
     for name, share in (("mfu", mfu), ("bandwidth_utilization", bandwidth)):
         if not 0 < share <= 1:
             raise UserError(f"{name}={share}: must be a share of the data sheet's number, over 0 and at most 1")
-    longest, prompts = datamodule.sampling.max_tokens, datamodule.prompts_per_step
+    longest = datamodule.sampling.max_tokens
     if response_length is not None and not 0 < response_length <= longest:
         raise UserError(f"response_length={response_length}: must be from 1 to sampling.max_tokens, {longest}")
-    spanned = getattr(datamodule.engine, "tensor_parallel_size", 1)
-    shares = Shares(layout.ranks, training_parallel=layout.tensor_parallel_size, engine_parallel=spanned)
-    if prompts % (multiple := shares.prompts_multiple):
-        raise UserError(
-            f"prompts_per_step={prompts}: must be a multiple of {multiple}, so that ranks have equal shares"
-        )
-    if (prompts // layout.replicas) % module.mini_batches:
-        raise UserError(
-            f"mini_batches={module.mini_batches}: must divide the prompts of a rollout on each rank, "
-            f"{prompts // layout.replicas}"
-        )
 
 
 def _training(config: Any, of: list[Part], layout: Layout, module: Any, work: Work, one_step_off: bool) -> list[Item]:

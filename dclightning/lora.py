@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from dclightning.errors import UserError
 from dclightning.seeds import derive_seed
+from dclightning.strategies import whole
 
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -140,15 +140,15 @@ class PolicyWeights:
         names = {name for name, _ in self.model.named_parameters()}  # each tied weight once
         state = self.model.state_dict()
         for name in [name for name in state if name in names and not is_adapter(name)]:
-            weight, layer = _whole(state[name]), name.removesuffix(".base_layer.weight")
+            weight, layer = whole(state[name]), name.removesuffix(".base_layer.weight")
             if layer != name:
-                weight = weight + _whole(state[layer + _B]) @ _whole(state[layer + _A]) * self.model.lora.scale
+                weight = weight + whole(state[layer + _B]) @ whole(state[layer + _A]) * self.model.lora.scale
             yield name.replace(".base_layer.", "."), weight
 
     @torch.no_grad()
     def adapters(self) -> dict[str, Tensor]:
         """The adapters alone, by the names of the state dict, whole."""
-        return {name: _whole(weight) for name, weight in self.model.state_dict().items() if is_adapter(name)}
+        return {name: whole(weight) for name, weight in self.model.state_dict().items() if is_adapter(name)}
 
 
 @torch.no_grad()
@@ -191,7 +191,3 @@ def save_adapters(adapters: dict[str, Tensor], lora: LoRA, base: str, folder: Pa
         "target_modules": layers,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
-
-
-def _whole(weight: Tensor) -> Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight

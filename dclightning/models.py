@@ -14,7 +14,6 @@ from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -25,7 +24,7 @@ from dclightning.hub import hub_answers
 from dclightning.lora import LoRA, PolicyWeights, add_adapters, check_adapters, shard_adapters
 from dclightning.packing import Pack
 from dclightning.sharding import any_layout, distributed_config, mend_expert_gradients
-from dclightning.strategies import EXPERT_COUNTS, FabricParallelStrategy, ParallelStrategy, check_layout
+from dclightning.strategies import EXPERT_COUNTS, FabricParallelStrategy, ParallelStrategy, check_layout, whole
 
 LOGITS_IN_A_CHUNK = 2**25
 """Most FP32 logits that the log-probs hold at a time: 128 MiB."""
@@ -219,10 +218,7 @@ def _head(
 
 
 def _logits(head: nn.Module, hidden: Tensor, temperature: float) -> Tensor:
-    logits = head(hidden)
-    if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
-    return logits.float() / temperature  # type: ignore[no-any-return]
+    return whole(head(hidden)).float() / temperature
 
 
 @torch.no_grad()
@@ -252,8 +248,7 @@ def check_token_logprobs(model: Any, name: str) -> None:
         raise UserError(f"model={name!r}: two passes give different log-probs; is there a dropout that is not off?")
     model.set_attn_implementation("sdpa")
     for half, row in ((slice(0, 4), both.input_ids[:, :4]), (slice(4, 8), both.input_ids[:, 4:])):
-        logits = model(input_ids=row, use_cache=False).logits[0]
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        logits = whole(model(input_ids=row, use_cache=False).logits[0])
         plain = -cross_entropy(logits.float(), ids[half], reduction="none")
         if (gap := (plain - packed[half]).abs().max().item()) > 0.1:
             raise UserError(

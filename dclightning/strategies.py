@@ -46,7 +46,7 @@ class ParallelStrategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Form the device mesh; Lightning's own default would be tensor parallelism over the whole node."""
-        self._data_parallel_size = _replicas(self)
+        self._data_parallel_size = replicas(self.num_nodes * self.num_processes, self.tensor_parallel_size)
         super().setup_environment()
 
 
@@ -75,16 +75,15 @@ class FabricParallelStrategy(FabricModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Form the device mesh."""
-        self._data_parallel_size = _replicas(self)
+        self._data_parallel_size = replicas(self.num_nodes * self.num_processes, self.tensor_parallel_size)
         super().setup_environment()
 
 
-def _replicas(strategy: ParallelStrategy | FabricParallelStrategy) -> int:
+def replicas(ranks: int, tensor_parallel_size: int) -> int:
     """How many groups of ranks hold different data."""
-    world_size, tp = strategy.num_nodes * strategy.num_processes, strategy.tensor_parallel_size
-    if world_size % tp:
-        raise UserError(f"tensor_parallel_size={tp}: must divide the number of ranks, {world_size}")
-    return world_size // tp
+    if ranks % tensor_parallel_size:
+        raise UserError(f"tensor_parallel_size={tensor_parallel_size}: must divide the number of ranks, {ranks}")
+    return ranks // tensor_parallel_size
 
 
 def check_layout(config: Any, ranks: int, tensor_parallel_size: int, expert_parallel_size: int) -> None:
@@ -162,6 +161,11 @@ def tensor_parallel_gather(strategy: Strategy, value: T) -> list[T]:
     return found
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor without shards; every rank must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` that also takes parameters spread over several device meshes.
 
@@ -179,9 +183,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     if not by_mesh:
         return torch.zeros(())
     norms = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in by_mesh.values()]
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
-    )
+    total: Tensor = torch.linalg.vector_norm(torch.stack([whole(norm) for norm in norms]))
     for group in by_mesh.values():
         clip_grads_with_norm_(group, max_norm, total)
     return total

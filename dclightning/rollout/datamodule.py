@@ -184,16 +184,7 @@ class RolloutDataModule(L.LightningDataModule):
                 raise UserError(
                     f"prompts_per_step={self.prompts_per_step}: there are only {len(self.training_problems)} problems"
                 )
-            if self.prompts_per_step % (multiple := self.shares.prompts_multiple):
-                raise UserError(
-                    f"prompts_per_step={self.prompts_per_step}: must be a multiple of {multiple}, so that ranks have "
-                    "equal shares"
-                )
-            mini_batches, prompts = trainer.lightning_module.mini_batches, self.prompts_per_step // self._replicas
-            if prompts % mini_batches:
-                raise UserError(
-                    f"mini_batches={mini_batches}: must divide the prompts of a rollout on each rank, {prompts}"
-                )
+            self.check_shares(self.shares, trainer.lightning_module.mini_batches)
             check_group_size(self.group_size, trainer.lightning_module.advantage)
             longest = max(longest, self._longest(self.training_problems, self.sampling))
         elif not self.benchmarks:
@@ -215,6 +206,18 @@ class RolloutDataModule(L.LightningDataModule):
                 raise UserError(f"{name}={value}: needs an engine on each rank; set its tensor_parallel_size to 1")
         if self.one_step_off and getattr(self.engine, "sleep", False):
             raise UserError("one_step_off=True: the engine draws during the update; set its sleep to false")
+
+    def check_shares(self, shares: Shares, mini_batches: int) -> None:
+        """Refuse a number of prompts that ranks, or a rank's optimizer steps, cannot share evenly."""
+        if self.prompts_per_step % (multiple := shares.prompts_multiple):
+            raise UserError(
+                f"prompts_per_step={self.prompts_per_step}: must be a multiple of {multiple}, so that ranks have "
+                "equal shares"
+            )
+        if (prompts := self.prompts_per_step // shares.replicas) % mini_batches:
+            raise UserError(
+                f"mini_batches={mini_batches}: must divide the prompts of a rollout on each rank, {prompts}"
+            )
 
     def train_dataloader(self) -> "RolloutLoader":
         """Rollouts from where the run stands to the end of the epoch."""
@@ -417,15 +420,6 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _longest(self, problems: list[Problem], sampling: Sampling) -> int:
         return max(len(self.encode(problem)) for problem in problems) + sampling.max_tokens
-
-    @property
-    def _replicas(self) -> int:
-        return self.shares.ranks // self.shares.training_parallel
-
-    @property
-    def rank(self) -> int:
-        """This one among those that learn from data of their own."""
-        return self.shares.rank // self.shares.training_parallel
 
 
 class RolloutLoader:

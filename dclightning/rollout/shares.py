@@ -37,6 +37,16 @@ class Shares:
             )
 
     @property
+    def replicas(self) -> int:
+        """How many groups of ranks learn from different data."""
+        return self.ranks // self.training_parallel
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.rank // self.training_parallel
+
+    @property
     def engines(self) -> int:
         """How many engines draw."""
         return self.ranks // self.engine_parallel
