@@ -2,15 +2,19 @@
 
 transformers' own way for packed rows is a mask of all tokens against all tokens, which costs time and memory with the
 square of the micro-batch. Here sequences of similar length are laid side by side, padded to the longest of them (at
-most twofold), so that plain causal attention serves each. Only the attention itself sees padding.
+most twofold), so that plain causal attention serves each. Only the attention itself sees padding; and it alone sees
+again, for each of its responses, a prompt that the row has once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from dclightning.errors import UserError
@@ -21,27 +25,33 @@ PACKED = "dclightning_packed"
 
 @dataclass(frozen=True)
 class Lanes:
-    """Sequences of similar length, neighbours in the row, as lanes of one length."""
+    """Sequences of similar length as lanes of one length."""
 
     lay: Tensor
     """For each place of the lanes, the token of the row that stands there; behind a lane's end, any. (S, T) int64"""
     pick: Tensor
-    """For each token, in the row's order, its place in the flattened lanes. int64"""
+    """For each token that no earlier lanes had, in the row's order, its place in the flattened lanes. int64"""
 
 
-def lanes(lengths: list[int], device: torch.device) -> list[Lanes]:
-    """Divide the sequences of a row, sorted from the longest to the shortest, into lanes."""
+def lanes(sequences: Sequence[Tensor], device: torch.device) -> list[Lanes]:
+    """Divide the sequences of a row into lanes.
+
+    Args:
+        sequences: Where in the row the tokens of each stand, (tokens,) int64, from the longest to the shortest. Those
+            that an earlier sequence has, too, come first in it; the others follow all that are in earlier ones.
+        device: Where the lanes will be.
+    """
     groups: list[Lanes] = []
-    start = first = 0
-    while first < len(lengths) and lengths[first] > 0:
-        group = [n for n in lengths[first:] if 2 * n >= lengths[first]]
-        sizes = torch.tensor(group)
-        steps = torch.arange(group[0])
-        starts = start + sizes.cumsum(0) - sizes
-        lay = starts[:, None] + torch.minimum(steps, sizes[:, None] - 1)
-        pick = torch.arange(lay.numel()).view_as(lay)[steps < sizes[:, None]]
-        groups.append(Lanes(lay.to(device), pick.to(device)))
-        start, first = start + sum(group), first + len(group)
+    seen = first = 0
+    while first < len(sequences) and len(sequences[first]):
+        group = [s for s in sequences[first:] if 2 * len(s) >= len(sequences[first])]
+        lay = pad_sequence(group, batch_first=True)
+        sizes = torch.tensor([len(s) for s in group])
+        fresh = (torch.arange(lay.shape[1]) < sizes[:, None]) & (lay >= seen)
+        places = fresh.flatten().nonzero().flatten()
+        tokens, firsts = np.unique(lay[fresh].numpy(), return_index=True)
+        groups.append(Lanes(lay.to(device), places[torch.from_numpy(firsts)].to(device)))
+        seen, first = seen + len(tokens), first + len(group)
     return groups
 
 

@@ -235,7 +235,7 @@ def check_token_logprobs(model: Any, name: str) -> None:
     both = Pack(
         input_ids=torch.cat([ids[:4], ids[:4].flip(0)])[None],
         position_ids=torch.cat([sequence, sequence])[None],
-        lanes=lanes([4, 4], device),
+        lanes=lanes(torch.arange(8).split(4), device),
         predictors=torch.arange(8, device=device),
         targets=ids,
         index=torch.arange(8, device=device),

@@ -1,4 +1,7 @@
-"""Sequences of different lengths side by side in one row, without padding, within a budget of tokens."""
+"""Sequences of different lengths side by side in one row, without padding, within a budget of tokens.
+
+The responses to a prompt that are in one row share it: all but the attention passes over its tokens once.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +18,9 @@ class Pack:
     """A micro-batch: N input tokens of several sequences in one row, and the R response tokens they predict."""
 
     input_ids: Tensor
-    """Prompts and responses, each without its last token, which predicts nothing. (1, N) int64"""
+    """Prompts, each once, and responses without their last tokens, which predict nothing. (1, N) int64"""
     position_ids: Tensor
-    """Positions that start at 0 in each sequence. (1, N) int64"""
+    """Of each token in its sequence, from 0. (1, N) int64"""
     lanes: list[Lanes]
     """Which tokens belong to one sequence."""
     predictors: Tensor
@@ -37,25 +40,45 @@ def pack(rollout: Rollout, sequences: list[int]) -> Pack:
     prompts, responses = rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist()
     starts, offsets = rollout.sequence_starts.tolist(), rollout.response_starts.tolist()
     sequences = sorted(sequences, key=lambda i: -(prompts[i] + responses[i]))
-    lengths = [prompts[i] + responses[i] - 1 for i in sequences]
-    places = [sum(lengths[:n]) for n in range(len(lengths))]
+    taken, positions = [], []  # tokens of the rollout, and where in their sequences they are
+    places = []  # of each sequence's tokens in the row
+    shared: dict[int, Tensor] = {}
+    size = 0
 
-    def ranges(rows: list[tuple[int, int]]) -> Tensor:
-        parts = [torch.arange(start, start + count) for start, count in rows]
-        return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)]).to(rollout.token_ids.device)
+    def place(start: int, position: int, count: int) -> Tensor:
+        nonlocal size
+        taken.append(_range(start, count))
+        positions.append(_range(position, count))
+        size += count
+        return _range(size - count, count)
 
-    inputs = ranges([(starts[i], n) for i, n in zip(sequences, lengths, strict=True)])
-    predictors = ranges([(at + prompts[i] - 1, responses[i]) for i, at in zip(sequences, places, strict=True)])
+    for i in sequences:
+        if (prompt := rollout.prompt_of[i]) not in shared:
+            shared[prompt] = place(starts[i], 0, prompts[i])
+        rest = place(starts[i] + prompts[i], prompts[i], max(responses[i] - 1, 0))
+        places.append(torch.cat([shared[prompt], rest]))
+    device = rollout.token_ids.device
+    inputs = _joined(taken).to(device)
+    predictors = [row[prompts[i] - 1 :][: responses[i]] for i, row in zip(sequences, places, strict=True)]
+    targets = [_range(starts[i] + prompts[i], responses[i]) for i in sequences]
     return Pack(
         input_ids=rollout.token_ids[inputs][None],
-        position_ids=ranges([(0, n) for n in lengths])[None],
-        lanes=lanes(lengths, rollout.token_ids.device),
-        predictors=predictors,
-        targets=rollout.token_ids[inputs[predictors] + 1],
-        index=ranges([(offsets[i], responses[i]) for i in sequences]),
+        position_ids=_joined(positions).to(device)[None],
+        lanes=lanes(places, device),
+        predictors=_joined(predictors).to(device),
+        targets=rollout.token_ids[_joined(targets).to(device)],
+        index=_joined([_range(offsets[i], responses[i]) for i in sequences]).to(device),
         response_lengths=rollout.response_lengths[sequences],
         experts=None if rollout.experts is None else rollout.experts[inputs],
     )
+
+
+def _range(start: int, count: int) -> Tensor:
+    return torch.arange(start, start + count)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)])
 
 
 def plan(rollout: Rollout, steps: int, budget: int, most: Callable[[Tensor], Tensor]) -> list[list[Pack]]:

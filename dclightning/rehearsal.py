@@ -141,7 +141,7 @@ def _responses(lengths: list[int]) -> Pack:
     return Pack(
         input_ids=tokens[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        lanes=lanes(lengths, torch.device("cpu")),
+        lanes=lanes(torch.arange(total).split(lengths), torch.device("cpu")),
         predictors=torch.arange(total),
         targets=tokens,
         index=torch.arange(total),

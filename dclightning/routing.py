@@ -61,7 +61,7 @@ def check_replay(model: Any) -> None:
         model(
             input_ids=(positions % model.config.get_text_config().vocab_size)[None],
             position_ids=positions[None],
-            lanes=lanes([4], positions.device),
+            lanes=lanes([torch.arange(4)], positions.device),
             use_cache=False,
         )
     finally:

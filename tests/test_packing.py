@@ -1,8 +1,9 @@
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dclightning.attention import lanes
 from dclightning.packing import micro_batches, pack
 from tests.helpers import random_rollout
 
@@ -34,27 +35,47 @@ def test_pack_points_at_the_right_tokens():
     responses = [ids for _, ids in sequences]
     assert torch.equal(packed.targets, torch.cat([responses[3], responses[0], responses[1]]))  # longest first
     assert torch.equal(torch.cat(responses)[packed.index], packed.targets)
-    assert torch.equal(packed.input_ids[0], torch.cat([torch.cat(sequences[i])[:-1] for i in (3, 0, 1)]))
-    assert packed.position_ids[0].tolist() == [*range(8), *range(7), *range(5)]
+    inputs = [torch.cat([prompt, response[:-1]]) for prompt, response in sequences]
+    assert torch.equal(packed.input_ids[0], torch.cat([inputs[i] for i in (3, 0, 1)]))
+    assert packed.position_ids[0].tolist() == [*range(8), *range(7), *range(6)]
+    assert torch.equal(packed.input_ids[0, packed.predictors[:4]], inputs[3][4:])
 
 
-@given(lengths=lengths)
-def test_lanes_hold_each_sequence_whole_and_waste_at_most_half(lengths):
-    lengths = sorted(lengths, reverse=True)
-    row = torch.arange(sum(lengths))
-    picked, held = [], []
-    for group in lanes(lengths, torch.device("cpu")):
-        picked.append(row[group.lay].flatten()[group.pick])
-        held.extend(group.lay[:, 0].tolist())
-        assert group.lay.numel() <= 2 * len(group.pick)
-    assert torch.equal(torch.cat(picked), row)
-    assert held == [sum(lengths[:i]) for i in range(len(lengths))]
+shared_prompts = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=20)
+
+
+@given(sequences=shared_prompts)
+def test_each_lane_is_a_sequence_and_each_token_of_the_row_comes_out_once(sequences):
+    """Prompts of 1 to 31 tokens, some of them the same."""
+    rollout = random_rollout([response for _, response in sequences], group_size=1)
+    lengths = torch.tensor([1 + 10 * prompt for prompt, _ in sequences])
+    parts = [
+        torch.cat([torch.full((int(length),), int(length)), response])
+        for length, (_, response) in zip(lengths, rollout.sequences(), strict=True)
+    ]
+    rollout = replace(rollout, token_ids=torch.cat(parts), prompt_lengths=lengths)
+    packed = pack(rollout, list(range(len(rollout))))
+    row = packed.input_ids[0]
+    different = {prompt for prompt, _ in sequences}
+    assert len(row) == sum(1 + 10 * prompt for prompt in different) + sum(max(n - 1, 0) for _, n in sequences)
+    picked = [torch.arange(len(row))[group.lay].flatten()[group.pick] for group in packed.lanes]
+    assert torch.equal(torch.cat(picked), torch.arange(len(row)))
+    inputs = [torch.cat([prompt, response[:-1]]) for prompt, response in rollout.sequences()]
+    lanes_of = [row[lane] for group in packed.lanes for lane in group.lay]
+    longest_first = sorted(range(len(inputs)), key=lambda i: -len(parts[i]))
+    for i, lane in zip(longest_first, lanes_of, strict=True):
+        assert torch.equal(lane[: len(inputs[i])], inputs[i])
+        assert len(lane) <= 2 * len(inputs[i])
+    assert torch.equal(packed.position_ids[0, packed.predictors], torch.cat(
+        [torch.arange(int(n)) + int(p) - 1 for p, n in zip(lengths[longest_first], packed.response_lengths, strict=True)]
+    ))  # fmt: skip
 
 
 def test_a_prompt_of_one_token_without_a_response_packs():
     rollout = random_rollout([0, 2], prompt=1)
     packed = pack(rollout, [0, 1])
-    assert packed.input_ids.shape[1] == 0 + 3
+    assert packed.input_ids.shape[1] == 1 + 3
+    assert len(packed.targets) == 2
 
 
 def test_lengths_are_masks_even_if_padding_is_the_end_token():

@@ -1,6 +1,7 @@
 """What passes between the rooms: sampling settings, completions, and rollouts (one training step's batch)."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -177,6 +178,14 @@ class Rollout:
     def response_starts(self) -> Tensor:
         """Where each response starts among the response tokens. (B,) int64"""
         return self.response_lengths.cumsum(0) - self.response_lengths
+
+    @cached_property
+    def prompt_of(self) -> list[int]:
+        """For each sequence the first one that has the same prompt; for many that is the sequence itself."""
+        firsts: dict[bytes, int] = {}
+        ids = self.token_ids.cpu().numpy()
+        places = zip(self.sequence_starts.tolist(), self.prompt_lengths.tolist(), strict=True)
+        return [firsts.setdefault(ids[at : at + count].tobytes(), i) for i, (at, count) in enumerate(places)]
 
     def sequences(self) -> list[tuple[Tensor, Tensor]]:
         """Prompt and response ids of each sequence."""
