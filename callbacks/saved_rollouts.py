@@ -26,6 +26,10 @@ class SavedRollouts(L.Callback):
         self.every_n_rollouts = every_n_rollouts
         self.responses = responses
 
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Ask for what is seldom needed."""
+        pl_module.ranks_wanted |= trainer.fit_loop.total_batch_idx % self.every_n_rollouts == 0
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

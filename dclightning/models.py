@@ -26,8 +26,8 @@ from dclightning.packing import Pack
 from dclightning.sharding import any_layout, distributed_config, mend_expert_gradients
 from dclightning.strategies import EXPERT_COUNTS, FabricParallelStrategy, ParallelStrategy, check_layout, whole
 
-LOGITS_IN_A_CHUNK = 2**25
-"""Most FP32 logits that the log-probs hold at a time: 128 MiB."""
+LOGITS_IN_A_CHUNK = 2**24
+"""Most FP32 logits that the log-probs hold at a time: 64 MiB."""
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -140,12 +140,17 @@ def add_logprobs(model: Any, precision: Precision) -> None:
 
 
 def token_logprobs(
-    model: Any, batch: Pack, temperature: float, entropy: bool = False, ranks: bool = False
+    model: Any,
+    batch: Pack,
+    temperature: float,
+    entropy: bool = False,
+    ranks: bool = False,
+    entropy_gradient: bool = True,
 ) -> TokenScores:
     """Log-probabilities of a pack's response tokens, and more of them if asked for.
 
     The head is applied to a chunk of tokens at a time, and again in the backward pass, so that logits never exist for
-    the whole batch. Softmax is in FP32.
+    more tokens than a chunk has. Softmax is in FP32.
 
     Args:
         model: From :func:`load_policy`.
@@ -153,9 +158,10 @@ def token_logprobs(
         temperature: The sampling temperature; logits are divided by it.
         entropy: Whether to compute the entropies, too.
         ranks: Whether to compute the ranks, too.
+        entropy_gradient: Whether the entropies have a gradient, which takes time and memory.
     """
     with _computing_in(model):
-        return TokenScores(*model.token_logprobs(batch, temperature, entropy, ranks))
+        return TokenScores(*model.token_logprobs(batch, temperature, entropy, ranks, entropy_gradient))
 
 
 @torch.no_grad()
@@ -187,16 +193,16 @@ def _distributions(self: Any, batch: Pack, temperature: float) -> Tensor:
 
 
 def _token_logprobs(
-    self: Any, batch: Pack, temperature: float, entropy: bool, ranks: bool
+    self: Any, batch: Pack, temperature: float, entropy: bool, ranks: bool, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden = _hidden(self, batch)
     head = self.get_output_embeddings()
     chunk = max(1, LOGITS_IN_A_CHUNK // self.config.get_text_config().vocab_size)
-    run = (
-        partial(checkpoint, _head, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else _head
-    )
+    run = _head
+    if torch.is_grad_enabled() and len(hidden) > chunk:
+        run = partial(checkpoint, _head, use_reentrant=False, preserve_rng_state=False)
     parts = [
-        run(head, rows, targets, temperature, entropy, ranks)
+        run(head, rows, targets, temperature, entropy, ranks, entropy_gradient)
         for rows, targets in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)
     ]
     logprobs, entropies, places = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -204,21 +210,50 @@ def _token_logprobs(
 
 
 def _head(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool, ranks: bool
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: bool,
+    ranks: bool,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = _logits(head, hidden, temperature)
-    logprobs = -cross_entropy(logits, targets, reduction="none")
+    logprobs = _Logprob.apply(logits, targets)  # type: ignore[no-untyped-call]
     entropies, places = torch.zeros_like(logprobs), torch.zeros_like(targets)
-    if entropy:
+    if entropy and entropy_gradient and torch.is_grad_enabled():
         everything = logits.log_softmax(-1)
         entropies = -(everything.exp() * everything).sum(-1)
-    if ranks:
-        places = (logits > logits.gather(-1, targets[:, None])).sum(-1) + 1
+    with torch.no_grad():  # each in one temporary
+        if entropy and not entropies.requires_grad:
+            everything = logits.softmax(-1)
+            entropies = torch.special.entr(everything, out=everything).sum(-1)
+        if ranks:
+            likelier = torch.gt(logits, logits.gather(-1, targets[:, None]), out=torch.empty_like(logits))
+            places = likelier.sum(-1).long() + 1
     return logprobs, entropies, places
 
 
+class _Logprob(torch.autograd.Function):
+    """Log-softmax at the targets, with half of the memory: the backward pass computes the softmax again."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        """Logits (R, vocabulary) float32, targets (R,) int64; gives (R,)."""
+        ctx.save_for_backward(logits, targets)
+        return -cross_entropy(logits, targets, reduction="none")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Of the logits: what the target has less than all."""
+        logits, targets = ctx.saved_tensors
+        found = logits.softmax(-1).mul_(-gradient[:, None])
+        return found.scatter_add_(1, targets[:, None], gradient[:, None]), None
+
+
 def _logits(head: nn.Module, hidden: Tensor, temperature: float) -> Tensor:
-    return whole(head(hidden)).float() / temperature
+    logits = whole(head(hidden)).float()
+    return logits if temperature == 1 else logits / temperature
 
 
 @torch.no_grad()

@@ -209,6 +209,8 @@ class GRPOModule(L.LightningModule):
         """Training steps that it has seen."""
         self.penalty: Callable[[Tensor], Tensor] | None = None
         """What tokens of the given discrepancies, (R,), are charged. Callbacks set it as a training starts."""
+        self.ranks_wanted = False
+        """Whether the next step's ``scores`` shall have ranks. Callbacks set it as a batch starts."""
 
     # Set-up
 
@@ -322,13 +324,14 @@ class GRPOModule(L.LightningModule):
         Returns:
             For callbacks: ``delta`` and ``response_lengths`` of all ranks' responses, and this rank's ``ratio`` of each
             response token as the update saw it. Responses that are masked for being truncated are in none of them.
-            ``scores``, of all of this rank's response tokens, is what the policy said of them before the update.
+            ``scores``, of all of this rank's response tokens, is what the policy said of them before the update; with
+            ranks if they were wanted.
         """
         self._check_version(rollout)
         packs = self.plan(rollout)
         with phases("score"):
             policy = self.model if self.sampling_policy is None else self.sampling_policy
-            scores, reference_logprobs = self._score(policy, rollout, packs)
+            scores, reference_logprobs, passed = self._score(policy, rollout, packs, for_update=True)
         if self.sampling_policy is not None:
             self.follow(self.trainer.fit_loop.total_batch_idx)
         old_logprobs = scores.logprobs
@@ -350,7 +353,7 @@ class GRPOModule(L.LightningModule):
             keep=keep & tokens,
         )
         with phases("update"):
-            ratio = self._update(rollout, packs, given)
+            ratio = self._update(rollout, packs, given, passed)
         self._measure(rollout, tokens, scores.entropy, penalty)
         if self.corrections:
             self.means.update({"discrepancy/kept_mean": delta[given.keep]})
@@ -369,7 +372,8 @@ class GRPOModule(L.LightningModule):
         self.sampling_version = version
 
     def predict_step(self, rollout: Rollout, batch_idx: int) -> TokenScores:
-        """What the training policy says of a rollout's response tokens; nothing is learnt."""
+        """What the training policy says of a rollout's response tokens, ranks included; nothing is learnt."""
+        self.ranks_wanted = True
         return self._score(self.model, rollout, self.plan(rollout))[0]
 
     def _advantages(self, rollout: Rollout) -> Tensor:
@@ -395,26 +399,34 @@ class GRPOModule(L.LightningModule):
 
         return plan(rollout, self.mini_batches, self.micro_batch_tokens, most)
 
-    @torch.no_grad()
-    def _score(self, policy: Any, rollout: Rollout, packs: list[list[Pack]]) -> tuple[TokenScores, Tensor]:
+    def _score(
+        self, policy: Any, rollout: Rollout, packs: list[list[Pack]], for_update: bool = False
+    ) -> tuple[TokenScores, Tensor, TokenScores | None]:
         """What the policy that sampled them says of the response tokens, in the update's micro-batches.
 
-        And the reference policy's log-probs; zeros where there is none.
+        And the reference policy's log-probs; zeros where there is none. And if the update has one micro-batch only,
+        what its first pass would compute again: the same scores with their gradients.
         """
+        once = for_update and [len(mini) for mini in packs] == [1] and policy is self.model is not self.reference
         logprobs, entropy, reference = torch.zeros_like(rollout.rollout_logprobs).expand(3, -1).clone()
         scores = TokenScores(logprobs, entropy, torch.zeros_like(rollout.rollout_ranks))
+        passed = None
         for batch in (batch for mini in packs for batch in mini):
-            with replayed(policy, batch.experts), self._routing_watched(policy, batch):
-                found = token_logprobs(policy, batch, rollout.temperature, entropy=True, ranks=True)
-            for whole, part in zip(scores, found, strict=True):
-                whole[batch.index] = part
+            with torch.set_grad_enabled(once), replayed(policy, batch.experts), self._routing_watched(policy, batch):
+                passed = token_logprobs(
+                    policy, batch, rollout.temperature, True, self.ranks_wanted, entropy_gradient=self.entropy_bonus > 0
+                )
+            for whole, part in zip(scores, passed, strict=True):
+                whole[batch.index] = part.detach()
             if self.reference is not None:
-                with without_adapters(self.reference):
+                with torch.no_grad(), without_adapters(self.reference):
                     reference[batch.index] = token_logprobs(self.reference, batch, rollout.temperature).logprobs
-        reshard(policy)
+        self.ranks_wanted = False
+        if not once:
+            reshard(policy)
         if self.reference is not None:
             reshard(self.reference)
-        return scores, reference
+        return scores, reference, passed if once else None
 
     @contextmanager
     def _routing_watched(self, policy: Any, batch: Pack) -> Iterator[None]:
@@ -426,7 +438,7 @@ class GRPOModule(L.LightningModule):
             yield
         self.means.update({"train/routing_agreement": agreement(own, batch.experts)})
 
-    def _update(self, rollout: Rollout, packs: list[list[Pack]], given: _Given) -> Tensor:
+    def _update(self, rollout: Rollout, packs: list[list[Pack]], given: _Given, passed: TokenScores | None) -> Tensor:
         """``mini_batches`` optimizer steps; returns the ratio of each response token as the update saw it."""
         optimizer: Any = self.optimizers()
         replicas, _ = data_parallel_group(self.trainer.strategy)
@@ -444,9 +456,11 @@ class GRPOModule(L.LightningModule):
                 lengths, keep, counts[0], counts[1], self.aggregation, self.norm_length or rollout.max_tokens
             )
             loss = torch.zeros((), device=self.device)
+            if counts[2] == 0 and passed is not None:
+                reshard(self.model)
             for batch in mini if counts[2] > 0 else []:
                 with replayed(self.model, batch.experts):
-                    logprobs, entropy, _ = token_logprobs(
+                    logprobs, entropy, _ = passed or token_logprobs(
                         self.model, batch, rollout.temperature, entropy=self.entropy_bonus > 0
                     )
                 objective = self._objective(logprobs, entropy, given[batch.index], batch.response_lengths)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
@@ -91,6 +93,33 @@ def test_gradients_do_not_depend_on_the_chunks_nor_on_checkpointing(tmp_path, mo
     whole = gradients(2**20)
     for other in (gradients(300), gradients(2**20, checkpointing=True)):
         assert (whole - other).norm() / whole.norm() < 1e-6
+
+
+def test_a_shared_prompt_gives_what_each_sequence_gives_alone(tmp_path):
+    path = saved(tmp_path, FAMILIES["qwen3"]())
+    rollout = random_rollout([3, 9, 0, 6, 5, 1], group_size=3)
+    parts = rollout.sequences()
+    alike = [(parts[i - i % 3][0], response) for i, (_, response) in enumerate(parts)]
+    rollout = replace(
+        rollout,
+        token_ids=torch.cat([part for sequence in alike for part in sequence]),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in alike]),
+    )
+
+    def learnt(packs):
+        policy = load_policy(path)
+        found = torch.empty(int(rollout.response_lengths.sum()))
+        for batch in packs:
+            logprobs = token_logprobs(policy, batch, 1.0).logprobs
+            (logprobs * (1 + batch.index)).sum().backward()
+            found[batch.index] = logprobs.detach()
+        return found, torch.cat([p.grad.flatten().double() for p in policy.parameters()])
+
+    together = pack(rollout, list(range(6)))
+    assert together.input_ids.shape[1] == sum(map(len, parts[0][0:1] + parts[3][0:1])) + 2 + 8 + 5 + 4
+    shared, alone = learnt([together]), learnt([pack(rollout, [i]) for i in range(6)])
+    torch.testing.assert_close(shared[0], alone[0], atol=2e-5, rtol=1e-5)
+    assert (shared[1] - alone[1]).norm() / alone[1].norm() < 1e-5
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

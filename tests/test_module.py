@@ -154,6 +154,24 @@ def test_first_ratio_is_exactly_one_even_with_dropout(tmp_path):
         assert recorder.metrics[0]["train/clip_fraction"] == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [({}, 1), ({"micro_batch_tokens": 30}, 4), ({"mini_batches": 2}, 4), ({"reference_kl": ReferenceKL(0.1)}, 1)],
+)
+def test_one_micro_batch_is_passed_through_the_policy_once(monkeypatch, options, passes):
+    counted = []
+
+    def counting(model, *arguments, **kwargs):
+        if model.training or any(p.requires_grad for p in model.parameters()):
+            counted.append(arguments)
+        return token_logprobs(model, *arguments, **kwargs)
+
+    monkeypatch.setattr("dclightning.module.token_logprobs", counting)
+    _, recorder = train([random_rollout([6, 6, 6, 6])], **options)
+    assert len(counted) == passes
+    assert bool((recorder.outputs[0]["ratio"] == 1).all()) == (options.get("mini_batches") is None)
+
+
 def test_later_mini_batches_see_a_moved_policy():
     _, recorder = train([random_rollout([4] * 8)], mini_batches=4)
     ratio = recorder.outputs[0]["ratio"]

@@ -66,9 +66,11 @@ def test_each_lane_is_a_sequence_and_each_token_of_the_row_comes_out_once(sequen
     for i, lane in zip(longest_first, lanes_of, strict=True):
         assert torch.equal(lane[: len(inputs[i])], inputs[i])
         assert len(lane) <= 2 * len(inputs[i])
-    assert torch.equal(packed.position_ids[0, packed.predictors], torch.cat(
-        [torch.arange(int(n)) + int(p) - 1 for p, n in zip(lengths[longest_first], packed.response_lengths, strict=True)]
-    ))  # fmt: skip
+    ends = [
+        torch.arange(int(n)) + int(prompt) - 1
+        for prompt, n in zip(lengths[longest_first], packed.response_lengths, strict=True)
+    ]
+    assert torch.equal(packed.position_ids[0, packed.predictors], torch.cat(ends))
 
 
 def test_a_prompt_of_one_token_without_a_response_packs():
