@@ -110,37 +110,35 @@ def test_a_run_its_report_its_checkpoint_and_the_users_own_code(tmp_path):
     assert (tmp_path / "hello.txt").exists()
     assert "rollout 2/2" in done.stderr
     assert "vllm" not in (done.stdout + done.stderr).lower()  # its chatter is in the log
-    run = tmp_path / "runs" / "quickstart" / "version_0"
-    assert "vllm" in (run / "run.log").read_text()
-    assert (run / "config.yaml").exists()
+    run_folder = tmp_path / "runs" / "quickstart" / "version_0"
+    assert "vllm" in (run_folder / "run.log").read_text()
+    assert (run_folder / "config.yaml").exists()
 
-    report = dclightning("report", "runs", cwd=tmp_path)
-    assert report.returncode == 0
+    config, last = ["--config", str(run_folder / "config.yaml")], "runs/quickstart/version_0/checkpoints/last.ckpt"
+    commands = [
+        ["report", "runs"],
+        ["validate", *config, "--ckpt_path", "last"],
+        ["fit", *config, "--ckpt_path", last, "--trainer.max_epochs", "2"],
+        ["fit", *config, "--ckpt_path", last, "--model.loss", "GSPO"],
+    ]
+    codes, (report, checked, resumed, again) = zip(*run(commands, tmp_path), strict=True)
+    assert codes == (0, 0, 0, 0), (report, checked, resumed, again)
     for text in ("2 rollouts", "avg@4 of the deployed policy", "mean reward", "multiplier", "version_0/checkpoints"):
-        assert text in report.stdout
-
-    config = ["--config", str(run / "config.yaml")]
-    checked = dclightning("validate", *config, "--ckpt_path", "last", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stderr
-    assert re.search(r"^arithmetic +deployed +avg@4 +[\d.]+ +\([\d.]+, [\d.]+\)$", checked.stdout, flags=re.MULTILINE)
+        assert text in report
+    assert re.search(r"^arithmetic +deployed +avg@4 +[\d.]+ +\([\d.]+, [\d.]+\)$", checked, flags=re.MULTILINE)
     assert not (tmp_path / "config.yaml").exists()
 
-    last = str((run / "checkpoints" / "last.ckpt").relative_to(tmp_path))
-    resumed = dclightning("fit", *config, "--ckpt_path", last, "--trainer.max_epochs", "2", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "rollout 4/4" in resumed.stderr
-    assert "rollout 2/" not in resumed.stderr
-    assert not (run.parent / "version_1").exists()  # continued in its own folder
-    assert yaml.safe_load((run / "config.yaml").read_text())["ckpt_path"] is None
+    assert "rollout 4/4" in resumed
+    assert "rollout 2/" not in resumed
+    assert not (run_folder.parent / "version_1").exists()  # continued in its own folder
 
-    other = ["--ckpt_path", last, "--model.loss", "GSPO"]
-    again = dclightning("fit", *config, *other, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "Nothing was left to train" in again.stdout
-    assert "continued with another model; its config so far is now config-1.yaml" in again.stderr
-    assert "PPOClip" in (run / "config-1.yaml").read_text()
-    assert "GSPO" in (run / "config.yaml").read_text()
-    assert f"From checkpoint {run.relative_to(tmp_path)}/checkpoints/step=4.ckpt" in again.stderr
+    assert "Nothing was left to train" in again
+    assert "continued with another model; its config so far is now config-1.yaml" in again
+    former = yaml.safe_load((run_folder / "config-1.yaml").read_text())
+    assert former["ckpt_path"] is None
+    assert former["model"]["loss"]["class_path"].endswith("PPOClip")
+    assert "GSPO" in (run_folder / "config.yaml").read_text()
+    assert "From checkpoint runs/quickstart/version_0/checkpoints/step=4.ckpt" in again
 
 
 @pytest.mark.slow
@@ -183,15 +181,15 @@ def _environment(process):
 @pytest.mark.slow
 def test_calibrate_and_inspect_take_a_run(tmp_path):
     short = ["--trainer.limit_train_batches", "1", "--saved_rollouts.responses", "3"]
-    done = dclightning("fit", *SHORT, *short, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    run = tmp_path / "runs" / "quickstart" / "version_0"
-    assert len((run / "rollouts" / "000000.jsonl").read_text().splitlines()) == 3
     measure = ["--ckpt_path", "last", "--rollouts", "1", "--positions", "8"]
-    done = dclightning("calibrate", "--config", str(run / "config.yaml"), *measure, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "From checkpoint" in done.stderr
-    for source in ("calibration", str(run)):
-        done = dclightning("inspect", source, "--output", "page.html", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert (tmp_path / "page.html").stat().st_size > 10_000
+    folder = "runs/quickstart/version_0"
+    commands = [
+        ["fit", *SHORT, *short],
+        ["calibrate", "--config", f"{folder}/config.yaml", *measure],
+        *(["inspect", source, "--output", f"{number}.html"] for number, source in enumerate(("calibration", folder))),
+    ]
+    done = run(commands, tmp_path)
+    assert [code for code, _ in done] == [0, 0, 0, 0], done
+    assert len((tmp_path / folder / "rollouts" / "000000.jsonl").read_text().splitlines()) == 3
+    assert "From checkpoint" in done[1][1]
+    assert min((tmp_path / f"{number}.html").stat().st_size for number in (0, 1)) > 10_000
