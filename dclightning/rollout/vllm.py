@@ -26,6 +26,7 @@ from dclightning.rollout.vllm_weights import (
     adapter_checksums,
     checksum,
     checksums,
+    count_ranks_eagerly,
     differing,
     make_fp8_fast_on_cpu,
     repack_for_cpu,
@@ -141,6 +142,7 @@ class VLLMEngine:
         _running.add(self)
         if self._llm.llm_engine.vllm_config.device_config.device_type == "cpu":
             self._llm.apply_model(make_fp8_fast_on_cpu)
+            count_ranks_eagerly()
         self.version = 0
         self._adapters = None
         self._asleep = set()

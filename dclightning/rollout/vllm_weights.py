@@ -1,4 +1,4 @@
-"""What a change of weights needs inside vLLM: checksums, and the copies that its CPU kernels keep."""
+"""What is done inside vLLM: checksums of weights, what a change of them needs, and what is slow on CPUs mended."""
 
 import logging
 import math
@@ -62,6 +62,14 @@ def differing(held: dict[str, int], fused: dict[str, list[str]], sent: dict[str,
             found += [name] if total != sum(sent.get(part, 0) for part in parts) else []  # where no adapter is: zeros
     log.log(logging.DEBUG if compared else logging.WARNING, "%d of vLLM's weights can be compared", compared)
     return found
+
+
+def count_ranks_eagerly() -> None:
+    """Let vLLM not compile the one small function that ranks sampled tokens: on a CPU it takes seconds for nothing."""
+    from vllm.v1.sample import sampler
+
+    compiled = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
 def make_fp8_fast_on_cpu(model: nn.Module) -> None:
