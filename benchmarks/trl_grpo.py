@@ -1,6 +1,9 @@
 """TRL's GRPOTrainer, a step at a time; runs in an environment of its own, without dclightning.
 
-python trl_grpo.py MODEL PROBLEMS TOKENS ENGINE, where ENGINE is vllm, vllm-eager or transformers.
+python trl_grpo.py MODEL PROBLEMS TOKENS ENGINE, where ENGINE is vllm, vllm-onednn or transformers.
+
+On CPUs vLLM repacks weights for oneDNN, and TRL cannot load new ones into what is repacked. So it runs in two ways:
+as it is, but with torch's products in the place of oneDNN's; and with oneDNN, but vLLM's reload for TRL's own sync.
 """
 
 import json
@@ -23,9 +26,19 @@ from vllm import LLM
 model, problems, tokens, engine = sys.argv[1:]
 RESPONSES = 64
 # By default vLLM would sample in BF16, for which most CPUs have no fast kernels, and take more memory than there is.
-generation.LLM = partial(LLM, dtype="float32", kv_cache_memory_bytes=2**28, enforce_eager=engine == "vllm-eager")
-# What oneDNN has repacked TRL cannot load new weights into. torch's own products are as fast for these models.
-operators._supports_onednn = False
+generation.LLM = partial(LLM, dtype="float32", kv_cache_memory_bytes=2**28, enforce_eager=True)
+
+
+def sync(self: Any) -> None:
+    """Give vLLM all weights."""
+    self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._iter_named_params()})
+    self.llm.reset_prefix_cache()
+
+
+if engine == "vllm-onednn":
+    generation.VLLMGeneration.sync_weights = sync
+else:
+    operators._supports_onednn = False
 
 
 class Turns(TrainerCallback):
