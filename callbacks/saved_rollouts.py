@@ -27,8 +27,9 @@ class SavedRollouts(L.Callback):
         self.responses = responses
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Ask for what is seldom needed."""
-        pl_module.ranks_wanted |= trainer.fit_loop.total_batch_idx % self.every_n_rollouts == 0
+        """Ask for the tokens' ranks, which are not computed otherwise."""
+        wanted = self.responses > 0 and trainer.fit_loop.total_batch_idx % self.every_n_rollouts == 0
+        pl_module.ranks_wanted |= wanted and trainer.is_global_zero
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

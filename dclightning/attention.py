@@ -8,6 +8,7 @@ again, for each of its responses, a prompt that the row has once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,9 @@ def lanes(sequences: Sequence[Tensor], device: torch.device) -> list[Lanes]:
     """
     groups: list[Lanes] = []
     seen = first = 0
-    while first < len(sequences) and len(sequences[first]):
-        group = [s for s in sequences[first:] if 2 * len(s) >= len(sequences[first])]
+    while first < len(sequences):
+        longest = len(sequences[first])
+        group = list(takewhile(lambda s: longest >= len(s) >= longest / 2, sequences[first:]))  # noqa: B023
         lay = pad_sequence(group, batch_first=True)
         sizes = torch.tensor([len(s) for s in group])
         fresh = (torch.arange(lay.shape[1]) < sizes[:, None]) & (lay >= seen)

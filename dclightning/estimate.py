@@ -184,7 +184,7 @@ def _training(config: Any, of: list[Part], layout: Layout, module: Any, work: Wo
         Item("AdamW", "two FP32 numbers a parameter", 8.0 * trained),
         Item("AdamW's temporaries", "FP32", 4.0 * trained, ("step",)),
         Item("activations", f"{sum(lengths):,} tokens, kept for the backward pass", passed.kept, ("update",)),
-        Item("temporaries", f"{more}, logits (64 MiB at a time)", passed.peak - passed.kept, ("update",)),
+        Item("temporaries", f"{more}, logits (128 MiB at a time)", passed.peak - passed.kept, ("update",)),
     ]
     if module.reference_kl.coefficient and module.lora is None:  # with adapters it is the policy without them
         items.append(Item("reference policy", f"FP32, {share}", 4.0 * held))

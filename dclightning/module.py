@@ -331,7 +331,10 @@ class GRPOModule(L.LightningModule):
         packs = self.plan(rollout)
         with phases("score"):
             policy = self.model if self.sampling_policy is None else self.sampling_policy
-            scores, reference_logprobs, passed = self._score(policy, rollout, packs, for_update=True)
+            # One micro-batch is passed once, for both; but not where the reference is the policy without its adapters.
+            once = [len(mini) for mini in packs] == [1] and policy is self.model and self.reference is not self.model
+            scores, reference_logprobs, passed = self._score(policy, rollout, packs, self.ranks_wanted, once)
+            self.ranks_wanted = False
         if self.sampling_policy is not None:
             self.follow(self.trainer.fit_loop.total_batch_idx)
         old_logprobs = scores.logprobs
@@ -373,8 +376,7 @@ class GRPOModule(L.LightningModule):
 
     def predict_step(self, rollout: Rollout, batch_idx: int) -> TokenScores:
         """What the training policy says of a rollout's response tokens, ranks included; nothing is learnt."""
-        self.ranks_wanted = True
-        return self._score(self.model, rollout, self.plan(rollout))[0]
+        return self._score(self.model, rollout, self.plan(rollout), ranks=True)[0]
 
     def _advantages(self, rollout: Rollout) -> Tensor:
         """One for each response, (B,), from its reward less the penalty for its length."""
@@ -400,28 +402,26 @@ class GRPOModule(L.LightningModule):
         return plan(rollout, self.mini_batches, self.micro_batch_tokens, most)
 
     def _score(
-        self, policy: Any, rollout: Rollout, packs: list[list[Pack]], for_update: bool = False
+        self, policy: Any, rollout: Rollout, packs: list[list[Pack]], ranks: bool, once: bool = False
     ) -> tuple[TokenScores, Tensor, TokenScores | None]:
         """What the policy that sampled them says of the response tokens, in the update's micro-batches.
 
-        And the reference policy's log-probs; zeros where there is none. And if the update has one micro-batch only,
-        what its first pass would compute again: the same scores with their gradients.
+        And the reference policy's log-probs; zeros where there is none. And with ``once`` the scores of the only
+        micro-batch with their gradients, which the update's own pass would compute again.
         """
-        once = for_update and [len(mini) for mini in packs] == [1] and policy is self.model is not self.reference
         logprobs, entropy, reference = torch.zeros_like(rollout.rollout_logprobs).expand(3, -1).clone()
         scores = TokenScores(logprobs, entropy, torch.zeros_like(rollout.rollout_ranks))
         passed = None
         for batch in (batch for mini in packs for batch in mini):
             with torch.set_grad_enabled(once), replayed(policy, batch.experts), self._routing_watched(policy, batch):
                 passed = token_logprobs(
-                    policy, batch, rollout.temperature, True, self.ranks_wanted, entropy_gradient=self.entropy_bonus > 0
+                    policy, batch, rollout.temperature, True, ranks, entropy_gradient=self.entropy_bonus > 0
                 )
             for whole, part in zip(scores, passed, strict=True):
                 whole[batch.index] = part.detach()
             if self.reference is not None:
                 with torch.no_grad(), without_adapters(self.reference):
                     reference[batch.index] = token_logprobs(self.reference, batch, rollout.temperature).logprobs
-        self.ranks_wanted = False
         if not once:
             reshard(policy)
         if self.reference is not None:
@@ -436,7 +436,8 @@ class GRPOModule(L.LightningModule):
             return
         with recorded(policy, len(batch.experts)) as own:
             yield
-        self.means.update({"train/routing_agreement": agreement(own, batch.experts)})
+        at = batch.predictors  # prompts are in the row once, however many responses they have
+        self.means.update({"train/routing_agreement": agreement(own[at], batch.experts[at])})
 
     def _update(self, rollout: Rollout, packs: list[list[Pack]], given: _Given, passed: TokenScores | None) -> Tensor:
         """``mini_batches`` optimizer steps; returns the ratio of each response token as the update saw it."""
@@ -659,7 +660,8 @@ class GRPOModule(L.LightningModule):
         self.log_dict({f"time/{name}_s": value for name, value in seconds.items()})
         response_tokens, prompt_tokens = self._tokens.tolist()
         self.log("perf/rollout_tokens_per_s", response_tokens / max(batch.seconds, 1e-9))
-        self.log("perf/train_tokens_per_s", (response_tokens + prompt_tokens) / max(seconds["update"], 1e-9))
+        trained = response_tokens + prompt_tokens
+        self.log("perf/train_tokens_per_s", trained / max(seconds["score"] + seconds["update"], 1e-9))
 
     def _sum(self, values: Tensor) -> Tensor:
         return data_parallel_reduce(self.trainer.strategy, values.to(self.device))

@@ -39,7 +39,7 @@ def pack(rollout: Rollout, sequences: list[int]) -> Pack:
     """Put the given sequences of a rollout into one row, from the longest to the shortest."""
     prompts, responses = rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist()
     starts, offsets = rollout.sequence_starts.tolist(), rollout.response_starts.tolist()
-    sequences = sorted(sequences, key=lambda i: -(prompts[i] + responses[i]))
+    sequences = sorted(sequences, key=lambda i: -(prompts[i] + max(responses[i] - 1, 0)))
     taken, positions = [], []  # tokens of the rollout, and where in their sequences they are
     places = []  # of each sequence's tokens in the row
     shared: dict[int, Tensor] = {}

@@ -15,14 +15,23 @@ from dclightning.rollout.datamodule import RolloutLoader
 TINY = "dclightning/tiny-arithmetic"
 
 
-def random_rollout(lengths, group_size=2, prompt=5, rewards=None, seed=0, temperature=1.0, version=0) -> Rollout:
+def random_rollout(
+    lengths, group_size=2, prompt=5, rewards=None, seed=0, temperature=1.0, version=0, shared=False
+) -> Rollout:
+    """Of random tokens; each sequence has a prompt of its own, or as in a real rollout each group shares one."""
     generator = torch.Generator().manual_seed(seed)
     count = len(lengths)
-    prompts = torch.tensor([prompt + i % 3 for i in range(count)])
+    prompts = torch.tensor([prompt + (i - i % group_size if shared else i) % 3 for i in range(count)])
     responses = torch.tensor(lengths)
     total = int(prompts.sum() + responses.sum())
+    token_ids = torch.randint(4, 100, (total,), generator=generator)
+    if shared:
+        starts = (prompts + responses).cumsum(0) - prompts - responses
+        for i, start in enumerate(starts.tolist()):
+            first = int(starts[i - i % group_size])
+            token_ids[start : start + prompts[i]] = token_ids[first : first + prompts[i]]
     return Rollout(
-        token_ids=torch.randint(4, 100, (total,), generator=generator),
+        token_ids=token_ids,
         prompt_lengths=prompts,
         response_lengths=responses,
         rollout_logprobs=-torch.rand(int(responses.sum()), generator=generator) * 3 - 0.01,

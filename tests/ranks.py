@@ -91,7 +91,7 @@ class Steps(L.Callback):
 
 
 def given() -> list:
-    rollouts = [random_rollout(lengths, seed=i, version=i) for i, lengths in enumerate(LENGTHS)]
+    rollouts = [random_rollout(lengths, seed=i, version=i, shared=True) for i, lengths in enumerate(LENGTHS)]
     for rollout in rollouts:
         rollout.truncated[[1, 6]] = True
     return rollouts

@@ -101,6 +101,9 @@ def fp32_engine():
     """The tiny model in FP32: nothing but kernels between it and transformers."""
     engine = VLLMEngine(dtype="float32", kv_cache_gib=0.0625)
     engine.start(resolve_model(TINY), max_length=128)
+    from vllm.v1.sample import sampler
+
+    assert not hasattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable")  # is not compiled
     yield engine
     engine.close()
 

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import (
@@ -67,7 +65,7 @@ def reference(path, rollout):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_packed_chunked_logprobs_equal_transformers_one_by_one(tmp_path, monkeypatch, family):
-    monkeypatch.setattr(models, "LOGITS_IN_A_CHUNK", 700)  # 7 tokens a chunk
+    monkeypatch.setattr(models, "LOGITS_IN_A_CHUNK", 1400)  # 7 tokens a chunk
     path = saved(tmp_path, FAMILIES[family]())
     rollout = random_rollout([3, 9, 1, 0, 6], temperature=0.7)
     policy = load_policy(path)
@@ -95,30 +93,27 @@ def test_gradients_do_not_depend_on_the_chunks_nor_on_checkpointing(tmp_path, mo
         assert (whole - other).norm() / whole.norm() < 1e-6
 
 
-def test_a_shared_prompt_gives_what_each_sequence_gives_alone(tmp_path):
-    path = saved(tmp_path, FAMILIES["qwen3"]())
-    rollout = random_rollout([3, 9, 0, 6, 5, 1], group_size=3)
-    parts = rollout.sequences()
-    alike = [(parts[i - i % 3][0], response) for i, (_, response) in enumerate(parts)]
-    rollout = replace(
-        rollout,
-        token_ids=torch.cat([part for sequence in alike for part in sequence]),
-        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in alike]),
-    )
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral-window"])
+def test_a_shared_prompt_gives_what_each_sequence_gives_alone(tmp_path, family, checkpointing):
+    path = saved(tmp_path, FAMILIES[family]())
+    rollout = random_rollout([3, 9, 0, 6, 5, 1], group_size=3, shared=True)
 
     def learnt(packs):
-        policy = load_policy(path)
+        policy = load_policy(path, gradient_checkpointing=checkpointing)
         found = torch.empty(int(rollout.response_lengths.sum()))
         for batch in packs:
             logprobs = token_logprobs(policy, batch, 1.0).logprobs
             (logprobs * (1 + batch.index)).sum().backward()
             found[batch.index] = logprobs.detach()
-        return found, torch.cat([p.grad.flatten().double() for p in policy.parameters()])
+        gradients = [p.grad.flatten().double() for p in policy.parameters() if p.grad is not None]
+        return found, torch.cat(gradients)
 
     together = pack(rollout, list(range(6)))
-    assert together.input_ids.shape[1] == sum(map(len, parts[0][0:1] + parts[3][0:1])) + 2 + 8 + 5 + 4
+    prompts = rollout.prompt_lengths
+    assert together.input_ids.shape[1] == int(prompts[0] + prompts[3]) + 2 + 8 + 0 + 5 + 4 + 0
     shared, alone = learnt([together]), learnt([pack(rollout, [i]) for i in range(6)])
-    torch.testing.assert_close(shared[0], alone[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(shared[0], alone[0], atol=2e-5, rtol=1e-4)
     assert (shared[1] - alone[1]).norm() / alone[1].norm() < 1e-5
 
 

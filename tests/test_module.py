@@ -26,7 +26,7 @@ from dclightning import (
     Veto,
 )
 from dclightning.advantages import advantages
-from dclightning.callbacks import AdaptiveBudget, FixedPenalty, LagrangianCallback, TailPenalty
+from dclightning.callbacks import AdaptiveBudget, FixedPenalty, LagrangianCallback, SavedRollouts, TailPenalty
 from dclightning.discrepancy import sequence_mean
 from dclightning.errors import UserError
 from dclightning.models import load_policy, token_logprobs
@@ -170,6 +170,13 @@ def test_one_micro_batch_is_passed_through_the_policy_once(monkeypatch, options,
     _, recorder = train([random_rollout([6, 6, 6, 6])], **options)
     assert len(counted) == passes
     assert bool((recorder.outputs[0]["ratio"] == 1).all()) == (options.get("mini_batches") is None)
+
+
+def test_ranks_are_computed_for_who_asks(caplog):
+    rollouts = [random_rollout([6, 0, 3, 6], version=step) for step in range(3)]
+    _, recorder = train(rollouts, [SavedRollouts(every_n_rollouts=2)])
+    assert [bool((step["scores"].ranks > 0).all()) for step in recorder.outputs] == [True, False, True]
+    assert not recorder.outputs[1]["scores"].ranks.any()
 
 
 def test_later_mini_batches_see_a_moved_policy():

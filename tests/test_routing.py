@@ -298,10 +298,13 @@ def with_own_experts(policy, rollout):
     return replace(rollout, experts=gathered_experts(completions))
 
 
-def test_a_rollout_with_the_policys_own_experts_trains_as_one_without(path):
-    plain, _ = train([ROLLOUT], model=path, mini_batches=2, micro_batch_tokens=30)
-    rollout = with_own_experts(load_policy(path), ROLLOUT)
-    replayed_, recorder = train([rollout], model=path, mini_batches=2, micro_batch_tokens=30)
+@pytest.mark.parametrize("options", [{"mini_batches": 2, "micro_batch_tokens": 30}, {}])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_rollout_with_the_policys_own_experts_trains_as_one_without(path, options, shared):
+    given = random_rollout([3, 9, 1, 6], shared=shared)
+    plain, _ = train([given], model=path, **options)
+    rollout = with_own_experts(load_policy(path), given)
+    replayed_, recorder = train([rollout], model=path, **options)
     assert recorder.metrics[0]["train/routing_agreement"] == 1
     for (name, a), b in zip(plain.named_parameters(), replayed_.parameters(), strict=True):
         assert torch.equal(a, b), name

@@ -65,7 +65,10 @@ def differing(held: dict[str, int], fused: dict[str, list[str]], sent: dict[str,
 
 
 def count_ranks_eagerly() -> None:
-    """Let vLLM not compile the one small function that ranks sampled tokens: on a CPU it takes seconds for nothing."""
+    """Let vLLM not compile the one small function that ranks sampled tokens: on a CPU it takes seconds for nothing.
+
+    It is ``batched_count_greater_than`` of ``vllm.v1.sample.ops.logprobs``, compiled even if all else is eager.
+    """
     from vllm.v1.sample import sampler
 
     compiled = sampler.batched_count_greater_than
