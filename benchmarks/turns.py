@@ -14,11 +14,17 @@ def cpu_seconds() -> float:
     return time.process_time() + sum(os.times()[2:4])
 
 
+_begun = time.perf_counter()
+
+
 def wait_for_turn(**told: float) -> None:
-    """In a training, between two steps: tell the CPU seconds so far, and wait until the next step may begin."""
-    print("TURN", json.dumps({"cpu_s": cpu_seconds(), "wall_s": time.perf_counter(), **told}), flush=True)
+    """In a training, between two steps: tell what the last one took, and wait until the next one may begin."""
+    global _begun
+    told |= {"cpu_s": cpu_seconds(), "wall_s": time.perf_counter() - _begun}
+    print("TURN", json.dumps(told), flush=True)
     if not sys.stdin.readline():
         os._exit(0)
+    _begun = time.perf_counter()
 
 
 class Training:
