@@ -1,6 +1,7 @@
 """The benchmarks run; what they measure is not asserted."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,19 @@ def test_update_cost_compares_both_methods():
     assert done.returncode == 0, done.stderr
     for text in ("TIS ", "DC-GRPO", "TIS again", "% of a step"):
         assert text in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["update", "logprobs", "rewards"])
+def test_parts_are_timed_beside_the_least_they_could_take(part):
+    model = str(ROOT / "dclightning" / "assets" / "tiny-arithmetic")
+    command = [sys.executable, "benchmarks/parts.py", part, model, "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rounds = json.loads(done.stdout.split("ROUNDS ")[1])
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in rounds.values())
+    assert ("beside" in rounds) == (part != "rewards")
 
 
 def test_math_verdicts_lists_what_is_wrong(tmp_path):
