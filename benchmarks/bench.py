@@ -205,7 +205,7 @@ def parts(bench: Bench, names: list[str], rounds: int) -> None:
     beside = {
         "rollout": ("rollout with log-probs, decoding and bookkeeping", "vLLM's generate without log-probs", ">= 0.97"),
         "update": ("training step on a given rollout", "transformers forward, backward and AdamW", ">= 0.95"),
-        "logprobs": ("old log-probs with entropies and ranks", "transformers forward", ">= 0.95"),
+        "logprobs": ("old log-probs and entropies", "transformers forward", ">= 0.95"),
     }
     for name in names:
         for part, (what, other, goal) in beside.items():

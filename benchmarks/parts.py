@@ -106,12 +106,20 @@ def of_equal_lengths(tokens: int) -> Rollout:
     )
 
 
+class Scoring(GRPOModule):
+    """Computes when it predicts what a training step does for old log-probs, and no ranks."""
+
+    def predict_step(self, rollout: Rollout, batch_idx: int) -> Any:
+        """Log-probs and entropies."""
+        return self._score(self.model, rollout, self.plan(rollout), ranks=False)[0]
+
+
 def stepwise(model: str, rounds: int, method: str, plain: Callable[[Any, Any, Rollout], None]) -> Rounds:
     """A method of the module while it is fit, and the plain counterpart behind it, in turns."""
     rollout = of_equal_lengths(48)
     other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(other.parameters(), lr=1e-6)
-    module = GRPOModule(model, optimizer=AdamW(lr=1e-6), mini_batches=1)
+    module = Scoring(model, optimizer=AdamW(lr=1e-6), mini_batches=1)
     taken: Rounds = {"ours": [], "beside": []}
     work = getattr(module, method)
 
@@ -149,7 +157,7 @@ def update(model: str, rounds: int) -> Rounds:
 
 @torch.no_grad()
 def logprobs(model: str, rounds: int) -> Rounds:
-    """Log-probs, entropies and ranks of a given rollout, and transformers' forward pass alone. A token."""
+    """Log-probs and entropies of a given rollout, and transformers' forward pass alone. A token."""
 
     def plain(other: Any, optimizer: Any, rollout: Rollout) -> None:
         other(input_ids=rollout.token_ids.view(64, -1), use_cache=False, logits_to_keep=49)
