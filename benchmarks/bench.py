@@ -229,9 +229,12 @@ def memory(bench: Bench, rounds: int) -> None:
 
 
 def one_step_off(bench: Bench, rounds: int) -> None:
-    """Wall time of a step where the next rollout is drawn meanwhile, beside the longer of its two halves."""
-    commands = bench.ours("10M", 64), bench.ours("10M", 64, 8, 16384, "one-step-off")
-    plain, ahead = bench.steps(rounds + 1, 2, *commands)
+    """Wall time of a step where the next rollout is drawn meanwhile, beside the longer of its two halves.
+
+    One training after the other, and not in turns: such a step draws on while it waits for its turn.
+    """
+    (plain,) = bench.steps(rounds + 1, 2, bench.ours("10M", 64))
+    (ahead,) = bench.steps(rounds + 1, 2, bench.ours("10M", 64, 8, 16384, "one-step-off"))
     # What was logged with a step comes with the next one's turn.
     halves = [max(step["drawn_s"], after["time/score_s"] + after["time/update_s"]) for step, after in pairwise(plain)]
     whole = [step["wall_s"] for step in ahead[:-1]]
@@ -248,7 +251,8 @@ def rewards(bench: Bench, step: float) -> None:
 
 def growth(bench: Bench, rounds: int) -> None:
     """The same work a token, however much of it there is."""
-    small, many, long = bench.steps(rounds, 2, bench.ours("10M", 32), bench.ours("10M", 32, 32), bench.ours("10M", 128))
+    sizes = [(32, 8), (32, 32), (128, 8)]
+    small, many, long = bench.steps(rounds, 2, *(bench.ours("10M", *size, 1024) for size in sizes))
     for what, large in (("4 x prompts", many), ("4 x length", long)):
         bench.add(
             f"training step, 10M, {what}, micro-batches of 1,024", "8 x 8 responses of at most 32 tokens", "<= 1.05",
