@@ -52,7 +52,6 @@ def main() -> None:
     try:
         gc.disable()  # imports leave no garbage, and looking for it among all that they bring takes two seconds
         command = import_module(COMMANDS[arguments[0]][0])
-        gc.freeze()
         gc.enable()
         command.main(arguments)
     except UserError as error:
