@@ -1,5 +1,6 @@
 """The ``dclightning`` command: finds the module that a subcommand lives in. Help costs no heavy import."""
 
+import atexit
 import gc
 import os
 import signal
@@ -50,9 +51,13 @@ def main() -> None:
     from dclightning.errors import UserError
 
     try:
-        gc.disable()  # imports leave no garbage, and looking for it among all that they bring takes two seconds
+        # Imports leave no garbage, and looking for it among all that they bring takes seconds. At the end the collector
+        # gets to see it, or else bindings tell of leaks.
+        gc.disable()
         command = import_module(COMMANDS[arguments[0]][0])
+        gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)
         command.main(arguments)
     except UserError as error:
         sys.exit(_complain(f"{arguments[0]}: {error}"))
