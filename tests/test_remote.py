@@ -139,7 +139,7 @@ def test_it_does_not_matter_which_server_answers(fleet, remote):
         alone = remote.generate(PROMPTS, SAMPLING, 4, seed=1)
         server.cause = None
         # Batches are others, and so is their rounding: now and then a token is, too; how often depends on the CPU.
-        assert sum(a.token_ids == b.token_ids for a, b in zip(alone, both, strict=True)) > 36, url
+        assert sum(a.token_ids == b.token_ids for a, b in zip(alone, both, strict=True)) > 40, url
     other = remote.generate(PROMPTS, SAMPLING, 4, seed=2)
     assert sum(a.token_ids == b.token_ids for a, b in zip(other, both, strict=True)) < 10
     assert remote.generate([], SAMPLING, 4, seed=1) == []
