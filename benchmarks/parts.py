@@ -15,6 +15,7 @@ os.environ.update(VLLM_CONFIGURE_LOGGING="0", VLLM_ENABLE_V1_MULTIPROCESSING="0"
 import lightning as L
 import psutil
 import torch
+from given import GivenRollouts
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from turns import cpu_seconds
@@ -26,7 +27,6 @@ from dclightning.data.problems import Problem, load_problems
 from dclightning.models import add_logprobs, load_policy, load_tokenizer, named_weights, token_logprobs
 from dclightning.packing import Pack
 from dclightning.rewards.scoring import Scorer
-from dclightning.rollout.datamodule import RolloutLoader
 from dclightning.rollout.responses import encode_prompt, respond
 from dclightning.rollout.types import Completion
 
@@ -72,20 +72,6 @@ def rollout(model: str, rounds: int) -> Rounds:
         return float(sum(len(one.token_ids) for output in outputs for one in output.outputs))
 
     return turns(rounds, ours=ours, beside=bare)
-
-
-class Given(L.LightningDataModule):
-    """Hands out one rollout again and again."""
-
-    def __init__(self, rollout: Rollout, count: int) -> None:
-        super().__init__()
-        self.rollout, self.count = rollout, count
-
-    def train_dataloader(self) -> RolloutLoader:
-        """As often as asked for."""
-        return RolloutLoader(lambda: iter([self.rollout] * self.count), self.count)
-
-    predict_dataloader = train_dataloader
 
 
 def of_equal_lengths(tokens: int) -> Rollout:
@@ -138,7 +124,7 @@ def stepwise(model: str, rounds: int, method: str, plain: Callable[[Any, Any, Ro
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     run = trainer.predict if method == "predict_step" else trainer.fit
-    run(module, datamodule=Given(rollout, rounds + 1))
+    run(module, datamodule=GivenRollouts([rollout] * (rounds + 1)))
     return {name: seconds[1:] for name, seconds in taken.items()}
 
 
@@ -155,7 +141,6 @@ def update(model: str, rounds: int) -> Rounds:
     return stepwise(model, rounds, "training_step", plain)
 
 
-@torch.no_grad()
 def logprobs(model: str, rounds: int) -> Rounds:
     """Log-probs and entropies of a given rollout, and transformers' forward pass alone. A token."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from given import GivenRollouts
 
 from dclightning import AdamW, GRPOModule, Rollout, TokenTIS
 from dclightning.callbacks import LagrangianCallback
@@ -24,19 +25,6 @@ from dclightning.discrepancy import discrepancy
 from dclightning.lagrangian import dual_ascent, penalized_advantages
 from dclightning.models import load_policy, token_logprobs
 from dclightning.packing import pack
-from dclightning.rollout.datamodule import RolloutLoader
-
-
-class Data(L.LightningDataModule):
-    """Hands out given rollouts."""
-
-    def __init__(self, rollouts: list[Rollout]) -> None:
-        super().__init__()
-        self.rollouts = rollouts
-
-    def train_dataloader(self) -> RolloutLoader:
-        """All of them, in order."""
-        return RolloutLoader(lambda: iter(self.rollouts), len(self.rollouts))
 
 
 class Clock(L.Callback):
@@ -101,7 +89,7 @@ def seconds(model: str, rollouts: list[Rollout], *, tis: bool) -> list[float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, Data(rollouts))
+    trainer.fit(module, GivenRollouts(rollouts))
     return clock.seconds[1:]
 
 
