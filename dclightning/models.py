@@ -1,5 +1,6 @@
 """Training policies: any causal language model of transformers, its token log-probs, its weights."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.resources import files
@@ -31,6 +32,8 @@ LOGITS_IN_A_CHUNK = 2**25
 
 Much smaller chunks would take more memory: up to 32 MiB glibc has a heap, and between them it fills with holes.
 """
+LOGITS_IN_CACHE = 2**17
+"""Most FP32 logits that softmax and entropies are computed of at a time on a CPU: half a MiB."""
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -223,36 +226,54 @@ def _head(
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = _logits(head, hidden, temperature)
-    logprobs = _Logprob.apply(logits, targets)  # type: ignore[no-untyped-call]
-    entropies, places = torch.zeros_like(logprobs), torch.zeros_like(targets)
-    if entropy and entropy_gradient and torch.is_grad_enabled():
+    differentiable = entropy and entropy_gradient and torch.is_grad_enabled()
+    logprobs, entropies, places = _Scores.apply(  # type: ignore[no-untyped-call]
+        logits, targets, entropy and not differentiable, ranks
+    )
+    if differentiable:
         everything = logits.log_softmax(-1)
         entropies = -(everything.exp() * everything).sum(-1)
-    with torch.no_grad():  # each in one temporary
-        if entropy and not entropies.requires_grad:
-            everything = logits.softmax(-1)
-            entropies = torch.special.entr(everything, out=everything).sum(-1)
-        if ranks:
-            likelier = torch.gt(logits, logits.gather(-1, targets[:, None]), out=torch.empty_like(logits))
-            places = likelier.sum(-1).long() + 1
     return logprobs, entropies, places
 
 
-class _Logprob(torch.autograd.Function):
-    """Log-softmax at the targets, with half of the memory: the backward pass computes the softmax again."""
+class _Scores(torch.autograd.Function):
+    """Log-softmax at the targets, entropies and ranks; only the first has a gradient, for which logits alone are kept.
+
+    On a CPU a few rows at a time, so that what is between stays in its cache.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        """Logits (R, vocabulary) float32, targets (R,) int64; gives (R,)."""
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, entropy: bool, ranks: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (R, vocabulary) float32, targets (R,) int64; gives (R,) float32, float32 and int64."""
+        logprobs = logits.new_empty(len(logits))
+        entropies, places = torch.zeros_like(logprobs), torch.zeros_like(targets)
+        for rows in _rows(logits):
+            everything = logits[rows].log_softmax(-1)
+            logprobs[rows] = everything.gather(-1, targets[rows, None])[:, 0]
+            if ranks:
+                places[rows] = (logits[rows] > logits[rows].gather(-1, targets[rows, None])).sum(-1) + 1
+            if entropy:  # 0 log 0 is 0
+                entropies[rows] = everything.exp().mul_(everything.clamp_(min=torch.finfo().min)).sum(-1).neg_()
         ctx.save_for_backward(logits, targets)
-        return -cross_entropy(logits, targets, reduction="none")
+        ctx.mark_non_differentiable(entropies, places)
+        return logprobs, entropies, places
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Of the logits: what the target has less than all."""
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+        """Of the logits, in their own memory: what the target has less than all."""
         logits, targets = ctx.saved_tensors
-        found = logits.softmax(-1).mul_(-gradient[:, None])
-        return found.scatter_add_(1, targets[:, None], gradient[:, None]), None
+        for rows in _rows(logits):
+            part = logits[rows]
+            part.copy_(part.softmax(-1)).mul_(-gradient[rows, None])
+            part.scatter_add_(1, targets[rows, None], gradient[rows, None])
+        return logits, None, None, None
+
+
+def _rows(logits: Tensor) -> Iterator[slice]:
+    """As many as have their logits in a CPU's cache, or all on a GPU."""
+    count, vocabulary = logits.shape
+    step = max(1, LOGITS_IN_CACHE // vocabulary if logits.device.type == "cpu" else count)
+    return (slice(start, start + step) for start in range(0, count, step))
 
 
 def _logits(head: nn.Module, hidden: Tensor, temperature: float) -> Tensor:

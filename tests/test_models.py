@@ -93,6 +93,28 @@ def test_gradients_do_not_depend_on_the_chunks_nor_on_checkpointing(tmp_path, mo
         assert (whole - other).norm() / whole.norm() < 1e-6
 
 
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize("at_a_time", [1, 7, 1000])
+def test_scores_of_a_head_are_those_of_float64_even_if_tokens_are_impossible(monkeypatch, at_a_time, with_gradient):
+    monkeypatch.setattr(models, "LOGITS_IN_CACHE", 50 * at_a_time)
+    head, targets = torch.nn.Linear(8, 50), torch.randint(0, 40, (20,))
+    if not with_gradient:
+        torch.nn.init.constant_(head.bias[45:], -torch.inf)
+    hidden = torch.randn(20, 8) * 3
+    logits = head(hidden).double().detach().requires_grad_()
+    everything = logits.log_softmax(-1)
+    want = everything.gather(-1, targets[:, None])[:, 0]
+    want_entropy = -(everything.exp() * everything.clamp(min=-1e30)).sum(-1)
+    weights = torch.linspace(-1, 1, 20)
+    ((want + 0.3 * want_entropy * with_gradient) * weights).sum().backward()
+    got, entropy, ranks = models._head(head, hidden.requires_grad_(), targets, 1.0, True, True, with_gradient)
+    ((got + 0.3 * entropy * with_gradient) * weights).sum().backward()
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(hidden.grad.double(), logits.grad @ head.weight.double(), atol=1e-5, rtol=0)
+    assert torch.equal(ranks, (logits > logits.gather(-1, targets[:, None])).sum(-1) + 1)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mistral-window"])
 def test_a_shared_prompt_gives_what_each_sequence_gives_alone(tmp_path, family, checkpointing):
