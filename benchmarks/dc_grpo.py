@@ -1,6 +1,6 @@
 """dclightning's DC-GRPO, a step at a time.
 
-python dc_grpo.py MODEL PROBLEMS TOKENS PROMPTS MICRO_BATCH [one-step-off]
+python dc_grpo.py MODEL PROBLEMS TOKENS PROMPTS MICRO_BATCH MINI_BATCHES [one-step-off]
 """
 
 import os
@@ -15,7 +15,7 @@ from turns import wait_for_turn
 from dclightning import AdamW, GRPOModule, RolloutDataModule, Sampling, VLLMEngine
 from dclightning.callbacks import LagrangianCallback, WeightSync
 
-model, problems, tokens, prompts, micro_batch, *more = sys.argv[1:]
+model, problems, tokens, prompts, micro_batch, mini_batches, *more = sys.argv[1:]
 
 
 class Turns(L.Callback):
@@ -45,5 +45,7 @@ trainer = L.Trainer(
     accelerator="cpu", devices=1, max_epochs=-1, default_root_dir=os.environ["TMPDIR"], enable_progress_bar=False,
     enable_checkpointing=False, callbacks=[LagrangianCallback(), WeightSync(), Turns()], log_every_n_steps=1,
 )  # fmt: skip
-module = GRPOModule(model, optimizer=AdamW(lr=1e-6), mini_batches=1, micro_batch_tokens=int(micro_batch))
+module = GRPOModule(
+    model, optimizer=AdamW(lr=1e-6), mini_batches=int(mini_batches), micro_batch_tokens=int(micro_batch)
+)
 trainer.fit(module, data)

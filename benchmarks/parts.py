@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.update(VLLM_CONFIGURE_LOGGING="0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
@@ -18,7 +19,7 @@ import torch
 from given import GivenRollouts
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from turns import cpu_seconds
+from turns import cpu_seconds, cpu_seconds_of
 
 from dclightning import AdamW, GRPOModule, MathReward, Rollout, Sampling, VLLMEngine
 from dclightning.attention import PACKED, lanes
@@ -180,13 +181,7 @@ def rewards(model: str, rounds: int) -> Rounds:
         reward(asked, completions)
         return len(asked)
 
-    return turns(rounds, _of_all_processes, ours=ours)
-
-
-def _of_all_processes() -> float:
-    """CPU seconds of this process and the workers that it has started."""
-    me = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True)))
+    return turns(rounds, partial(cpu_seconds_of, os.getpid()), ours=ours)
 
 
 def memory(model: str, rounds: int) -> Rounds:

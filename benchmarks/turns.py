@@ -8,10 +8,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def cpu_seconds() -> float:
     """User and system time of this process so far, with all its threads and the children that have ended."""
     return time.process_time() + sum(os.times()[2:4])
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """The same of any process, with what it has started and still runs."""
+    process = psutil.Process(pid)
+    return sum(sum(one.cpu_times()[:4]) for one in (process, *process.children(recursive=True)))
 
 
 _begun = time.perf_counter()
