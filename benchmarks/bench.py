@@ -318,7 +318,7 @@ def main() -> None:
         goals = {"vllm": "<= 0.5", "vllm-onednn": "<= 0.5", "transformers": "<= 1.0"}
         beside_trl(bench, "tiny", 32, goals, 5 if options.quick else 15, 3)
         start(bench, 1 if options.quick else 5)
-        parts(bench, ["tiny"] if options.quick else ["tiny", "10M"], 5)
+        parts(bench, ["tiny"] if options.quick else ["tiny", "10M"], 5 if options.quick else 15)
         memory(bench, 1 if options.quick else 5)
         if not options.quick:
             sync(bench, "135M")

@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from dclightning.rollout.vllm_weights import checksums, make_fp8_fast_on_cpu, repack_for_cpu
+from dclightning.rollout.vllm_weights import checksums, multiply_fp8_in_fp32, repack_for_cpu
 
 
 @dataclass
@@ -41,7 +41,7 @@ class FileTransfer(WeightTransferEngine[Nothing, File]):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         if device.type == "cpu":
-            make_fp8_fast_on_cpu(model)
+            multiply_fp8_in_fp32(model)
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
         """Nothing to do."""

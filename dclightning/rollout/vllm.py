@@ -28,7 +28,7 @@ from dclightning.rollout.vllm_weights import (
     checksums,
     count_ranks_eagerly,
     differing,
-    make_fp8_fast_on_cpu,
+    multiply_fp8_in_fp32,
     repack_for_cpu,
 )
 
@@ -141,7 +141,7 @@ class VLLMEngine:
                 raise UserError(f"vLLM cannot serve model={model!r} with {self._described()}: {reason}") from error
         _running.add(self)
         if self._llm.llm_engine.vllm_config.device_config.device_type == "cpu":
-            self._llm.apply_model(make_fp8_fast_on_cpu)
+            self._llm.apply_model(multiply_fp8_in_fp32)
             count_ranks_eagerly()
         self.version = 0
         self._adapters = None
