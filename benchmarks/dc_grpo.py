@@ -24,7 +24,8 @@ class Turns(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Tell what was trained on, and the times of the step before, which are logged behind this."""
         seconds = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("time/")}
-        wait_for_turn(tokens=float(batch.response_lengths.sum()), drawn_s=batch.seconds, **seconds)
+        tokens, passed = float(batch.response_lengths.sum()), float(len(batch.token_ids))
+        wait_for_turn(tokens=tokens, passed=passed, drawn_s=batch.seconds, **seconds)
 
 
 def exact(problems: list[Any], completions: list[Any]) -> list[float]:

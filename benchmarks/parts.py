@@ -5,18 +5,19 @@ python parts.py PART MODEL ROUNDS prints what each round took.
 
 import json
 import os
-import resource
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ.update(VLLM_CONFIGURE_LOGGING="0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 import lightning as L
-import psutil
 import torch
 from given import GivenRollouts
+from models import TINY
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from turns import cpu_seconds, cpu_seconds_of
@@ -25,7 +26,14 @@ from dclightning import AdamW, GRPOModule, MathReward, Rollout, Sampling, VLLMEn
 from dclightning.attention import PACKED, lanes
 from dclightning.callbacks import LagrangianCallback
 from dclightning.data.problems import Problem, load_problems
-from dclightning.models import add_logprobs, load_policy, load_tokenizer, named_weights, token_logprobs
+from dclightning.models import (
+    add_logprobs,
+    load_policy,
+    load_tokenizer,
+    named_weights,
+    resolve_model,
+    token_logprobs,
+)
 from dclightning.packing import Pack
 from dclightning.rewards.scoring import Scorer
 from dclightning.rollout.responses import encode_prompt, respond
@@ -57,7 +65,7 @@ def rollout(model: str, rounds: int) -> Rounds:
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
-    tokens = 32 if "tiny" in model else 128
+    tokens = 32 if model == resolve_model(TINY) else 128
     tokenizer, problems = load_tokenizer(model), load_problems("dclightning/arithmetic-train")[:8]
     prompts = [encode_prompt(tokenizer, problem) for problem in problems]
     engine, sampling = engine_of(model, tokens), Sampling(max_tokens=tokens)
@@ -69,6 +77,8 @@ def rollout(model: str, rounds: int) -> Rounds:
 
     def bare() -> float:
         parameters = SamplingParams(n=8, max_tokens=tokens, temperature=1.0, detokenize=False)
+        engine._llm.reset_prefix_cache()
+        torch.manual_seed(0)
         outputs = engine._llm.generate([tokens_input(ids) for ids in prompts], parameters, use_tqdm=False)
         return float(sum(len(one.token_ids) for output in outputs for one in output.outputs))
 
@@ -134,7 +144,7 @@ def update(model: str, rounds: int) -> Rounds:
 
     def plain(other: Any, optimizer: Any, rollout: Rollout) -> None:
         ids = rollout.token_ids.view(64, -1)
-        logits = other(input_ids=ids, use_cache=False, logits_to_keep=49).logits[:, :-1]
+        logits = other(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=48).logits
         cross_entropy(logits.flatten(0, 1), ids[:, 16:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -146,7 +156,7 @@ def logprobs(model: str, rounds: int) -> Rounds:
     """Log-probs and entropies of a given rollout, and transformers' forward pass alone. A token."""
 
     def plain(other: Any, optimizer: Any, rollout: Rollout) -> None:
-        other(input_ids=rollout.token_ids.view(64, -1), use_cache=False, logits_to_keep=49)
+        other(input_ids=rollout.token_ids.view(64, -1)[:, :-1], use_cache=False, logits_to_keep=48)
 
     return stepwise(model, rounds, "predict_step", plain)
 
@@ -198,7 +208,8 @@ def memory(model: str, rounds: int) -> Rounds:
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)
     ids = torch.randint(0, vocabulary, (count,))
-    before = psutil.Process().memory_info().rss / 1e9
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _peak()
     if model == "full":
         found = policy(input_ids=ids.view(16, -1), use_cache=False).logits.float().flatten(0, 1).log_softmax(-1)
         found.gather(-1, ids[:, None]).sum().backward()
@@ -219,7 +230,9 @@ def memory(model: str, rounds: int) -> Rounds:
 
 
 def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    """Most memory so far, in GB; unlike ``ru_maxrss`` it does not begin with that of the process before an exec."""
+    (peak,) = re.findall(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
+    return int(peak) * 1024 / 1e9
 
 
 if __name__ == "__main__":

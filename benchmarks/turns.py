@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,11 @@ def cpu_seconds() -> float:
 def cpu_seconds_of(pid: int) -> float:
     """The same of any process, with what it has started and still runs."""
     process = psutil.Process(pid)
-    return sum(sum(one.cpu_times()[:4]) for one in (process, *process.children(recursive=True)))
+    spent = sum(process.cpu_times()[:4])
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            spent += sum(child.cpu_times()[:4])
+    return spent
 
 
 _begun = time.perf_counter()
@@ -42,7 +48,13 @@ class Training:
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env=environment,
+                start_new_session=True,
             )
         self.begun = False
         self.spent = 0.0
@@ -63,6 +75,6 @@ class Training:
         raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}: {self.log.read_text()[-2000:]}")
 
     def end(self) -> None:
-        """Stop it."""
-        self.process.kill()
+        """Stop it, and what it has started."""
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
