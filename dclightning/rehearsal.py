@@ -94,7 +94,7 @@ def rehearse(
         model.train(gradient_checkpointing)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        add_logprobs(model, precision)
+        add_logprobs(model, precision, as_on_gpu=True)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(_forget_gradient)
         with LiveMemory([*model.parameters(), *model.buffers()]) as memory:

@@ -1,5 +1,6 @@
 """The benchmarks run; what they measure is not asserted."""
 
+import importlib
 import json
 import os
 import re
@@ -32,6 +33,34 @@ def test_parts_are_timed_beside_the_least_they_could_take(part):
     rounds = json.loads(done.stdout.split("ROUNDS ")[1])
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in rounds.values())
     assert ("beside" in rounds) == (part != "rewards")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    return importlib.import_module("bench")
+
+
+def test_a_comparison_is_the_median_of_its_rounds_ratios(bench):
+    assert bench.Row("", "", "<= 0.5", [1, 1, 9], [4, 2, 10]).value == 0.5
+    assert bench.Row("", "", ">= 0.97", [1, 1, 10], [4, 2, 9], faster=True).value == 2
+    assert bench.Row("", "", "<= 15", [14, 30, 15]).reached
+    assert not bench.Row("", "", ">= 0.97", [1], [0.9], faster=True).reached
+
+
+def test_a_measure_that_fails_leaves_the_others_in_the_report(bench, tmp_path):
+    def fails(_):
+        raise RuntimeError("no memory")
+
+    some = bench.Bench(tmp_path, tmp_path / "report")
+    some.measure("first", lambda b: b.add("a step", "another", "<= 1", [1.0], [2.0]))
+    some.measure("second", fails)
+    text = (tmp_path / "report.md").read_text()
+    assert "Failed: second." in text
+    assert "| a step | another | 1 CPU s | 2 | 0.5 | <= 1 | reached |" in text
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert (told["failed"], told["rows"][0]["value"]) == (["second"], 0.5)
 
 
 def test_math_verdicts_lists_what_is_wrong(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.helpers import random_rollout, train
 from tests.test_models import FAMILIES
 
 pytestmark = pytest.mark.slow
@@ -416,3 +417,36 @@ def test_calibrate_and_doctor_on_two_ranks(measured, tensor_parallel_size):
     assert first["report"]["divergences"]["top1_agreement"]["mean"] == 1
     assert first["sharded"] or tensor_parallel_size > 1  # which leaves norms whole
     assert {state for _, state in first["findings"] + second["findings"]} == {"ok"}
+
+
+IDLE = """
+import sys
+import torch
+from pathlib import Path
+from torch.distributed.tensor import DTensor
+from dclightning import AdamW, GRPOModule, ParallelStrategy
+from tests.helpers import TINY, quiet_trainer, random_rollout
+from tests.ranks import Shares, Steps
+
+rewards = [[1.0] * 8, None, [1.0] * 8]
+rollouts = [random_rollout([5] * 8, seed=i, version=i, rewards=rewards[i]) for i in range(3)]
+module = GRPOModule(TINY, optimizer=AdamW(lr=1e-3, eps=1e-8, max_grad_norm=float("inf")), mini_batches=1)
+trainer = quiet_trainer(
+    max_epochs=1, devices=2, strategy=ParallelStrategy(), callbacks=[steps := Steps()], use_distributed_sampler=False
+)
+trainer.fit(module, Shares(rollouts))
+sharded = all(isinstance(p, DTensor) for p in module.model.parameters())  # or checkpoints would not find shards
+torch.save((steps.rows, sharded), Path(sys.argv[1]) / f"{trainer.global_rank}.pt")
+"""
+
+
+def test_shards_go_on_after_rollouts_that_teach_nothing(tmp_path):
+    (tmp_path / "idle.py").write_text(IDLE)
+    ranks.torchrun(2, str(tmp_path / "idle.py"), str(tmp_path))
+    _, alone = train([random_rollout([5] * 8, seed=1)])
+    for rank in range(2):
+        rows, sharded = torch.load(tmp_path / f"{rank}.pt")
+        assert sharded
+        assert [row["train/grad_norm"] for row in rows[::2]] == [0, 0]
+        for name in ("train/grad_norm", "train/entropy", "discrepancy/sequence_mean"):
+            assert rows[1][name] == pytest.approx(alone.metrics[0][name], rel=1e-5)

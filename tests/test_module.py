@@ -29,6 +29,7 @@ from dclightning.advantages import advantages
 from dclightning.callbacks import AdaptiveBudget, FixedPenalty, LagrangianCallback, SavedRollouts, TailPenalty
 from dclightning.discrepancy import sequence_mean
 from dclightning.errors import UserError
+from dclightning.lora import LoRA
 from dclightning.models import load_policy, token_logprobs
 from dclightning.packing import micro_batches, pack
 from tests.helpers import TINY, random_rollout, train
@@ -156,7 +157,14 @@ def test_first_ratio_is_exactly_one_even_with_dropout(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "passes"),
-    [({}, 1), ({"micro_batch_tokens": 30}, 4), ({"mini_batches": 2}, 4), ({"reference_kl": ReferenceKL(0.1)}, 1)],
+    [
+        ({}, 1),
+        ({"micro_batch_tokens": 30}, 4),
+        ({"mini_batches": 2}, 4),
+        ({"reference_kl": ReferenceKL(0.1)}, 1),
+        ({"lora": LoRA(rank=2)}, 1),
+        ({"lora": LoRA(rank=2), "reference_kl": ReferenceKL(0.1)}, 2),  # the policy without adapters is the reference
+    ],
 )
 def test_one_micro_batch_is_passed_through_the_policy_once(monkeypatch, options, passes):
     counted = []
@@ -172,7 +180,7 @@ def test_one_micro_batch_is_passed_through_the_policy_once(monkeypatch, options,
     assert bool((recorder.outputs[0]["ratio"] == 1).all()) == (options.get("mini_batches") is None)
 
 
-def test_ranks_are_computed_for_who_asks(caplog):
+def test_ranks_are_computed_for_who_asks():
     rollouts = [random_rollout([6, 0, 3, 6], version=step) for step in range(3)]
     _, recorder = train(rollouts, [SavedRollouts(every_n_rollouts=2)])
     assert [bool((step["scores"].ranks > 0).all()) for step in recorder.outputs] == [True, False, True]

@@ -20,7 +20,7 @@ from dclightning.attention import PACKED
 from dclightning.errors import UserError
 from dclightning.estimate import PHASES
 from dclightning.memory import Layout, active, engine_weights, kv_bytes_per_token, parts, skeleton, total
-from dclightning.models import add_logprobs, load_policy, resolve_model, token_logprobs
+from dclightning.models import LOGITS_IN_A_CHUNK, add_logprobs, load_policy, resolve_model, token_logprobs
 from dclightning.packing import pack
 from dclightning.plan import PlanCLI, PlanTrainer
 from dclightning.rehearsal import rehearse
@@ -187,7 +187,7 @@ def measured_peak(config, lengths, precision, checkpointing, sharded):
     policy.train(checkpointing)
     if checkpointing:
         policy.gradient_checkpointing_enable()
-    add_logprobs(policy, precision)
+    add_logprobs(policy, precision, as_on_gpu=True)
     for parameter in policy.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     batch = pack(random_rollout(lengths, prompt=1), list(range(len(lengths))))
@@ -214,6 +214,12 @@ def test_a_pass_takes_what_was_counted(kind, precision, sharded, checkpointing, 
     measured = measured_peak(config, lengths, precision, checkpointing, sharded)
     assert counted.peak == pytest.approx(measured, rel=0.02)
     assert counted.kept < counted.peak
+
+
+def test_logits_are_counted_as_a_gpu_holds_them():
+    config = Qwen3Config(**{**SMALL, "vocab_size": 151_936, "hidden_size": 32, "num_hidden_layers": 1})
+    logits = 4 * LOGITS_IN_A_CHUNK
+    assert logits < rehearse(config, [1000]).peak < 2 * logits
 
 
 @pytest.mark.slow

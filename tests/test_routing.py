@@ -310,6 +310,22 @@ def test_a_rollout_with_the_policys_own_experts_trains_as_one_without(path, opti
         assert torch.equal(a, b), name
 
 
+def test_a_prompt_with_other_experts_is_not_shared(path):
+    plain = random_rollout([3, 9, 5, 6], shared=True, rewards=[0.0, 1.0, 0.0, 1.0])
+    rollout = with_own_experts(load_policy(path), plain)
+    assert rollout.prompt_of == plain.prompt_of == [0, 0, 2, 2]
+    last = int(rollout.prompt_lengths[0]) - 1  # where the first response's first token is predicted
+    experts = rollout.experts.clone()
+    experts[last] = torch.where(experts[last] >= 0, (experts[last] + 1) % EXPERTS, experts[last])
+    experts[last, DENSE] = rollout.experts[last, DENSE]
+    rollout = replace(rollout, experts=experts)
+    assert rollout.prompt_of == [0, 1, 2, 2]
+    _, together = train([rollout], model=path)
+    _, alone = train([rollout], model=path, micro_batch_tokens=1)
+    assert together.metrics[0]["train/routing_agreement"] == alone.metrics[0]["train/routing_agreement"] < 1
+    torch.testing.assert_close(together.outputs[0]["scores"].logprobs, alone.outputs[0]["scores"].logprobs)
+
+
 def test_a_rollout_with_other_experts_trains_on_those(path):
     rollout = with_own_experts(load_policy(path), ROLLOUT)
     other = torch.where(rollout.experts >= 0, (rollout.experts + 1) % EXPERTS, rollout.experts)

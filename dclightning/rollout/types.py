@@ -181,11 +181,15 @@ class Rollout:
 
     @cached_property
     def prompt_of(self) -> list[int]:
-        """For each sequence the first one that has the same prompt; for many that is the sequence itself."""
-        firsts: dict[bytes, int] = {}
-        ids = self.token_ids.cpu().numpy()
+        """For each sequence the first one that has the same prompt; for many that is the sequence itself.
+
+        With experts, these must be the same, too: what engines keep of a prompt ends before its last tokens.
+        """
+        firsts: dict[tuple[bytes, ...], int] = {}
+        values = [v.cpu().numpy() for v in (self.token_ids, self.experts) if v is not None]
         places = zip(self.sequence_starts.tolist(), self.prompt_lengths.tolist(), strict=True)
-        return [firsts.setdefault(ids[at : at + count].tobytes(), i) for i, (at, count) in enumerate(places)]
+        prompts = [tuple(v[at : at + count].tobytes() for v in values) for at, count in places]
+        return [firsts.setdefault(prompt, i) for i, prompt in enumerate(prompts)]
 
     def sequences(self) -> list[tuple[Tensor, Tensor]]:
         """Prompt and response ids of each sequence."""
