@@ -327,9 +327,9 @@ def table(told: dict[str, Any], rows: list[Row]) -> str:
         f"{told['python']}, {listed(told['versions'])}; beside {listed(told['peer']) or 'no TRL'}. "
         f"{told['minutes']} minutes.",
         "",
-        "In FP32, vLLM eager, one optimizer step a rollout and one micro-batch, where nothing else is said. All models "
-        "but tiny have random weights. TRL cannot load weights into a vLLM that has repacked them for oneDNN, as it does "
-        "on CPUs: it is measured without oneDNN, and with vLLM's reload in the place of its own sync.",
+        "In FP32, vLLM eager, one optimizer step a rollout and one micro-batch, where nothing else is said. All "
+        "models but tiny have random weights. TRL cannot load weights into a vLLM that has repacked them for oneDNN, "
+        "as it does on CPUs: it is measured without oneDNN, and with vLLM's reload in the place of its own sync.",
         *(["", f"Failed: {', '.join(told['failed'])}."] if told["failed"] else []),
         "",
         "| measure | beside | ours | other | ratio | goal | |",
