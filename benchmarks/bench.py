@@ -332,8 +332,8 @@ def table(told: dict[str, Any], rows: list[Row]) -> str:
         "models but tiny have random weights. TRL cannot load weights into a vLLM that has repacked them for oneDNN, "
         "as it does on CPUs: it is measured without oneDNN, and with vLLM's reload in the place of its own sync.",
         "",
-        "Ours and the other are medians of the rounds, the ratio is the median of the rounds' own ratios. Tokens are those "
-        "of responses, if prompts are not mentioned; memory is the peak beyond what there was before.",
+        "Ours and the other are medians of the rounds, the ratio is the median of the rounds' own ratios. Tokens are "
+        "those of responses, if prompts are not mentioned; memory is the peak beyond what there was before.",
         *(["", f"Failed: {', '.join(told['failed'])}."] if told["failed"] else []),
         "",
         "| measure | beside | ours | other | ratio | goal | |",
